@@ -1,0 +1,23 @@
+"""Train speech transducers (RNN-T) without the [B, T, U+1, V] tensor.
+
+`joint_rnnt_loss` takes the projected encoder and predictor states and the output layer, and gives the transducer loss
+of every utterance; the vocabulary scores exist for one tile of lattice rows at a time.  Three backends compute the
+same numbers: `reference`, `compiled`, `triton`.
+"""
+
+from rnnt.api import joint_log_probs, joint_rnnt_loss, rnnt_loss, rnnt_loss_from_log_probs
+from rnnt.backends import backends
+from rnnt.modules import RNNTJointLoss, RNNTLoss
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "RNNTJointLoss",
+    "RNNTLoss",
+    "__version__",
+    "backends",
+    "joint_log_probs",
+    "joint_rnnt_loss",
+    "rnnt_loss",
+    "rnnt_loss_from_log_probs",
+]

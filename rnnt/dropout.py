@@ -1,0 +1,48 @@
+"""The dropout mask as a pure function of (seed, row, h), the same on every backend, device and tile size.
+
+Two 32-bit keys are mixed from the 64-bit seed and the 64-bit row; an element's 32 random bits are a multiply-xorshift
+hash of h under the two keys.  An element is kept when its bits, read as an unsigned number, are at least p 2^32, and
+kept elements are scaled by 1 / (1 - p).  Nothing is stored: the backward pass computes the mask again.
+
+Integers are held in int64 and cut to 32 bits after each product, which PyTorch and Inductor do alike everywhere.
+The Triton backend holds the same function in uint32 (rnnt/triton/joint.py).
+Mixing constants: the 2-round "lowbias32" search of C. Wellons, 2018.
+"""
+
+import torch
+from torch import Tensor
+
+MASK32 = 0xFFFFFFFF
+GOLDEN = 0x9E3779B9
+SECOND_KEY = 0x85EBCA6B
+MULTIPLY_1 = 0x7FEB352D
+MULTIPLY_2 = 0x846CA68B
+
+
+def mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit integers in which every input bit reaches every output bit."""
+    x = x ^ (x >> 16)
+    x = (x * MULTIPLY_1) & MASK32
+    x = x ^ (x >> 15)
+    x = (x * MULTIPLY_2) & MASK32
+    return x ^ (x >> 16)
+
+
+def drop_threshold(dropout_p: float) -> int:
+    return min(round(dropout_p * 2**32), MASK32)
+
+
+def keep_mask(seed: Tensor, row: Tensor, features: int, dropout_p: float) -> Tensor:
+    """[*row.shape, features] bool.  seed [1] int64 in [0, 2^63), row [...] int64."""
+    key = mix(mix((seed + GOLDEN) & MASK32) ^ (seed >> 32))
+    low, high = row & MASK32, row >> 32
+    key_1 = mix((mix(low ^ key) + high) & MASK32)[..., None]
+    key_2 = mix((mix(low ^ mix(key ^ SECOND_KEY)) + high) & MASK32)[..., None]
+    h = torch.arange(features, device=row.device)
+    x = (h * GOLDEN + key_1) & MASK32
+    x = x ^ (x >> 16)
+    x = (x * MULTIPLY_1) & MASK32
+    x = x ^ (x >> 15)
+    x = ((x + key_2) * MULTIPLY_2) & MASK32
+    x = x ^ (x >> 16)
+    return x >= drop_threshold(dropout_p)

@@ -1,0 +1,194 @@
+"""One call of the public API as checked, normalised data: what every backend receives.
+
+Three kinds of problem, one for each entrance into the pipeline (joint -> log_probs -> lattice -> loss):
+
+    JointProblem      encoder, predictor and the output layer; enters at `joint`
+    LogitsProblem     a dense [B, T, U1, V] tensor;            enters at `log_probs`
+    LogProbsProblem   the two planes the recursion needs;      enters at `lattice`
+
+Everything that can be known without reading a tensor's values (shapes, dtypes, names, ranges of numbers) is checked
+here; values (lengths and labels) are checked in validation.py.  Before: api.py.  After: backends.py.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ACTIVATIONS = ("tanh", "relu", "sigmoid")
+REDUCTIONS = ("none", "sum", "mean", "mean_target", "mean_volume")
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# The dropped share of a gradient is a small multiple of the threshold (measured: 1 to 5 times), so each is set well
+# below the rounding of its dtype: 2^-9, 2^-12, 2^-24; float64 drops nothing.
+OCCUPANCY_THRESHOLD = {torch.bfloat16: 1e-4, torch.float16: 1e-5, torch.float32: 1e-8, torch.float64: 0.0}
+
+
+class Alignment(NamedTuple):
+    """The integer side of a problem; all tensors int64 on the problem's device."""
+
+    targets: Tensor  # [B, U]
+    encoder_lengths: Tensor  # [B]
+    target_lengths: Tensor  # [B]
+    blank: int  # in [0, V)
+    frames: int  # T
+    rows: int  # N, or the capacity B * T * U1 where N is not known without a host sync
+
+    @property
+    def utterances(self) -> int:
+        return self.targets.shape[0]
+
+    @property
+    def columns(self) -> int:
+        """U1 = U + 1."""
+        return self.targets.shape[1] + 1
+
+
+class JointProblem(NamedTuple):
+    encoder: Tensor  # [B, T, H]
+    predictor: Tensor  # [B, U1, H]
+    linear_weight: Tensor  # [V, H]
+    linear_bias: Tensor | None  # [V]
+    alignment: Alignment
+    activation: str
+    dropout_p: float
+    seed: Tensor | None  # [1] int64; None when dropout_p is 0
+    fastemit_lambda: float
+    clamp: float  # 0: off
+    tile_rows: int | str | None  # "auto", or rows of a tile, or None: untiled
+    occupancy_threshold: float
+    compute_dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.encoder.device
+
+
+class LogitsProblem(NamedTuple):
+    logits: Tensor  # [B, T, U1, V]; log-probabilities when log_softmax is False
+    alignment: Alignment
+    log_softmax: bool
+    fastemit_lambda: float
+    clamp: float  # 0: off
+
+    @property
+    def device(self) -> torch.device:
+        return self.logits.device
+
+
+class LogProbsProblem(NamedTuple):
+    logp_blank: Tensor  # [B, T, U1]
+    logp_label: Tensor  # [B, T, U]
+    alignment: Alignment
+    fastemit_lambda: float
+
+    @property
+    def device(self) -> torch.device:
+        return self.logp_blank.device
+
+
+Problem = JointProblem | LogitsProblem | LogProbsProblem
+
+
+def loss_dtype(*tensors: Tensor) -> torch.dtype:
+    """dtype of losses and planes: float64 when any input is float64, else float32."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """dtype of hidden states and of the output layer's matrix product: PyTorch's promotion, or autocast's dtype."""
+    dtype = tensors[0].dtype
+    for x in tensors[1:]:
+        dtype = torch.promote_types(dtype, x.dtype)
+    device = tensors[0].device.type
+    if dtype != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return dtype
+
+
+def check_float(name: str, x: Any, dims: tuple[str, ...], device: torch.device | None = None) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor [{', '.join(dims)}], got {type(x).__name__}")
+    if x.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {x.dtype}")
+    if x.dim() != len(dims):
+        raise ValueError(f"{name}: expected shape [{', '.join(dims)}], got {tuple(x.shape)}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {x.device}")
+
+
+def check_integers(name: str, x: Any, dims: tuple[str, ...]) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected an int32 or int64 tensor [{', '.join(dims)}], got {type(x).__name__}")
+    if x.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: expected int32 or int64, got {x.dtype}")
+    if x.dim() != len(dims):
+        raise ValueError(f"{name}: expected shape [{', '.join(dims)}], got {tuple(x.shape)}")
+
+
+def check_size(name: str, dim: str, expected: int, got: int) -> None:
+    if expected != got:
+        raise ValueError(f"{name}: expected {dim} = {expected}, got {got}")
+
+
+def check_name(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def check_number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: expected a finite number, got {value}")
+    return float(value)
+
+
+def check_fastemit(value: Any) -> float:
+    number = check_number("fastemit_lambda", value)
+    if number < 0:
+        raise ValueError(f"fastemit_lambda: expected a number >= 0, got {value}")
+    return number
+
+
+def check_clamp(value: Any) -> float:
+    """Bound of the unit-scale logit gradient; 0 when off."""
+    return max(check_number("clamp", value), 0.0)
+
+
+def check_dropout(value: Any) -> float:
+    number = check_number("dropout_p", value)
+    if not 0 <= number < 1:
+        raise ValueError(f"dropout_p: expected a number in [0, 1), got {value}")
+    return number
+
+
+def check_tile_rows(value: Any) -> int | str | None:
+    if value is None or (isinstance(value, str) and value == "auto"):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"tile_rows: expected an int >= 1, None or 'auto', got {value!r}")
+    if value < 1:
+        raise ValueError(f"tile_rows: expected an int >= 1, None or 'auto', got {value}")
+    return value
+
+
+def check_occupancy_threshold(value: Any, dtype: torch.dtype) -> float:
+    if isinstance(value, str) and value == "auto":
+        return OCCUPANCY_THRESHOLD[dtype]
+    if isinstance(value, str):
+        raise ValueError(f"occupancy_threshold: expected a number in [0, 1) or 'auto', got {value!r}")
+    number = check_number("occupancy_threshold", value)
+    if not 0 <= number < 1:
+        raise ValueError(f"occupancy_threshold: expected a number in [0, 1) or 'auto', got {value}")
+    return number
+
+
+def check_blank(blank: Any, classes: int) -> int:
+    """Index of the blank in [0, V)."""
+    if isinstance(blank, bool) or not isinstance(blank, int):
+        raise TypeError(f"blank: expected an int, got {type(blank).__name__}")
+    if not -classes <= blank < classes:
+        raise ValueError(f"blank: expected an index in [{-classes}, {classes}), got {blank}")
+    return blank % classes

@@ -1,0 +1,55 @@
+"""Log-likelihood of all alignments through each utterance's T x (U + 1) lattice.
+
+    alpha[0,0] = 0
+    alpha[t,u] = logaddexp(alpha[t-1,u] + logp_blank[t-1,u], alpha[t,u-1] + logp_label[t,u-1])
+    log Z      = alpha[T-1,U] + logp_blank[T-1,U]
+
+Outside the lattice alpha is -inf.  The nodes of one anti-diagonal d = t + u depend only on the one before, so the
+recursion takes T + U steps over vectors [B, U1].
+
+logp_blank [B, T, U1], logp_label [B, T, U], natural log -> log Z [B], float64.  Computed in float64 whatever comes
+in: a value near -10^4 has an ulp of 10^-3 in float32, and the reference should not add that to what it checks.
+Graves 2012, arXiv:1211.3711, eq. 16-18.  Before: log_probs.py.  After: loss.py.
+"""
+
+import torch
+from torch import Tensor
+
+from rnnt.layout import dense_mask, label_mask
+from rnnt.problem import Alignment
+
+
+def log_likelihood(logp_blank: Tensor, logp_label: Tensor, alignment: Alignment) -> Tensor:
+    """log Z [B] float64; -inf, with gradient 0, where no alignment is possible."""
+    utterances, frames, columns = logp_blank.shape
+    blank = torch.where(dense_mask(alignment), logp_blank.double(), 0)
+    label = torch.where(label_mask(alignment), logp_label.double(), -torch.inf)
+
+    # Arcs by the anti-diagonal they leave from: [B, D, U1], with t = d - u.
+    diagonals = frames + columns - 1
+    u = torch.arange(columns, device=blank.device)
+    t = torch.arange(diagonals, device=blank.device)[:, None] - u  # [D, U1]
+    inside = (t >= 0) & (t < frames)
+    node = t.clamp(0, frames - 1)
+    blank_from = torch.where(inside, blank[:, node, u], -torch.inf)
+    label_from = torch.where(inside, torch.nn.functional.pad(label, (0, 1), value=-torch.inf)[:, node, u], -torch.inf)
+
+    alpha = torch.where(u == 0, 0.0, -torch.inf).double().expand(utterances, columns)
+    alphas = [alpha]
+    for d in range(1, diagonals):
+        stay = alpha + blank_from[:, d - 1]  # (t-1, u) -> (t, u)
+        move = (alpha + label_from[:, d - 1]).roll(1, dims=1)  # (t, u-1) -> (t, u)
+        move = torch.where(u == 0, -torch.inf, move)
+        alpha = logaddexp(stay, move)
+        alphas.append(alpha)
+
+    last_frame, last_column = alignment.encoder_lengths - 1, alignment.target_lengths
+    b = torch.arange(utterances, device=blank.device)
+    return torch.stack(alphas, dim=1)[b, last_frame + last_column, last_column] + blank[b, last_frame, last_column]
+
+
+def logaddexp(x: Tensor, y: Tensor) -> Tensor:
+    """log(exp(x) + exp(y)), with gradient 0 rather than NaN where both are -inf, as the lattice's borders are."""
+    neither = (x == -torch.inf) & (y == -torch.inf)
+    both = torch.logaddexp(torch.where(neither, 0.0, x), torch.where(neither, 0.0, y))
+    return torch.where(neither, -torch.inf, both)
