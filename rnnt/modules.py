@@ -150,4 +150,4 @@ class RNNTJointLoss(nn.Module):
         return self.output(getattr(torch, self.activation)(hidden))
 
     def extra_repr(self) -> str:
-        return f"activation={self.activation!r}, blank={self.blank}, reduction={self.reduction!r}, backend={self.backend!r}"
+        return f"{self.activation}, blank={self.blank}, reduction={self.reduction!r}, backend={self.backend!r}"

@@ -1,0 +1,104 @@
+"""Block sizes, warps and pipeline stages of every kernel: numbers only.
+
+One named configuration a kernel; the matrix kernels have one a class of element size (2 bytes, 4 bytes).  Under
+Triton's interpreter everything is small, since there is no reason to be large.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from rnnt.backends import interpreting
+
+
+@dataclass(frozen=True)
+class Config:
+    """Blocks are in elements; 0: not used by the kernel."""
+
+    block_rows: int = 0
+    block_v: int = 0
+    block_h: int = 0
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True)
+class Configs:
+    joint_fwd: Config
+    log_probs_fwd: Config
+    log_probs_bwd: Config
+    hidden_bwd: Config
+    weight_bwd: Config
+    sums: Config  # joint_bwd_encoder, joint_bwd_predictor: rows and features added at a time
+    rows: Config  # kernels that do a little work on each row
+    logits: Config  # dense scores: classes read at a time
+    pad_v: int  # the output layer is padded to multiples of these
+    pad_h: int
+    pad_rows: int  # every block_rows divides it
+
+
+TWO_BYTES = Configs(
+    joint_fwd=Config(block_rows=32, block_h=128, num_warps=4),
+    log_probs_fwd=Config(block_rows=128, block_v=128, block_h=64, num_warps=8, num_stages=4),
+    log_probs_bwd=Config(block_rows=128, block_v=128, block_h=64, num_warps=8, num_stages=3),
+    hidden_bwd=Config(block_rows=128, block_v=64, block_h=128, num_warps=8, num_stages=3),
+    weight_bwd=Config(block_rows=64, block_v=128, block_h=128, num_warps=8, num_stages=3),
+    sums=Config(block_rows=16, block_h=128, num_warps=4),
+    rows=Config(block_rows=256, num_warps=4),
+    logits=Config(block_v=2048, num_warps=4),
+    pad_v=128,
+    pad_h=128,
+    pad_rows=128,
+)
+
+FOUR_BYTES = Configs(
+    joint_fwd=Config(block_rows=32, block_h=128, num_warps=4),
+    log_probs_fwd=Config(block_rows=64, block_v=128, block_h=32, num_warps=8, num_stages=3),
+    log_probs_bwd=Config(block_rows=64, block_v=128, block_h=32, num_warps=8, num_stages=3),
+    hidden_bwd=Config(block_rows=64, block_v=32, block_h=128, num_warps=8, num_stages=3),
+    weight_bwd=Config(block_rows=32, block_v=128, block_h=64, num_warps=8, num_stages=3),
+    sums=Config(block_rows=16, block_h=128, num_warps=4),
+    rows=Config(block_rows=256, num_warps=4),
+    logits=Config(block_v=2048, num_warps=4),
+    pad_v=128,
+    pad_h=128,
+    pad_rows=64,
+)
+
+_SMALL = Config(block_rows=16, block_v=16, block_h=16)
+INTERPRETED = Configs(
+    joint_fwd=_SMALL,
+    log_probs_fwd=_SMALL,
+    log_probs_bwd=_SMALL,
+    hidden_bwd=_SMALL,
+    weight_bwd=_SMALL,
+    sums=_SMALL,
+    rows=Config(block_rows=64),
+    logits=Config(block_v=16),
+    pad_v=16,
+    pad_h=16,
+    pad_rows=16,
+)
+
+
+def configs(dtype: torch.dtype) -> Configs:
+    if interpreting():
+        return INTERPRETED
+    return TWO_BYTES if dtype.itemsize == 2 else FOUR_BYTES
+
+
+def precision(dtype: torch.dtype) -> str:
+    """tl.dot's input precision: float32 follows PyTorch's TF32 switch, at three TF32 products where that is off."""
+    if dtype != torch.float32 or interpreting():
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+
+
+def interpreted_dot() -> bool:
+    """Triton's interpreter multiplies the bit patterns of bfloat16, so operands are widened to float32 there."""
+    return interpreting()
+
+
+def ceil_to(n: int, multiple: int) -> int:
+    return triton.cdiv(n, multiple) * multiple

@@ -1,0 +1,245 @@
+"""The joint network's hidden layer for a tile of rows, and the way back to frames and states.
+
+    forward    hidden[r]  = dropout(activation(encoder[frame(r)] + predictor[state(r)]))
+    backward   d_encoder[frame]   += sum of d_pre[r] over the frame's rows
+               d_predictor[state] += sum of d_pre[r] over the state's rows,     d_pre = d (encoder + predictor)
+
+encoder [B, T, H], predictor [B, U1, H] in any float dtype, any strides; hidden, d_pre [tile, H padded] in the compute
+dtype, d_encoder, d_predictor in float32.  Sums are taken in float32, each output by one program in a fixed order: the
+same bits every time, and no atomics.
+
+The r-th row of a tile is a packed row, or, in the backward pass, the r-th live row: `row_ptr` then holds the packed
+rows that are live, and `slot_ptr[row]` counts the live rows before a packed row, so that a frame's live rows are a
+range and a state's can be looked up.  Graves et al. 2013, arXiv:1303.5778.
+Before: layout.py.  After: log_probs.py.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rnnt.dropout import GOLDEN, MULTIPLY_1, MULTIPLY_2, SECOND_KEY
+from rnnt.triton.operands import Operands
+
+_GOLDEN: tl.constexpr = tl.constexpr(GOLDEN)
+_MULTIPLY_1: tl.constexpr = tl.constexpr(MULTIPLY_1)
+_MULTIPLY_2: tl.constexpr = tl.constexpr(MULTIPLY_2)
+_SECOND_KEY: tl.constexpr = tl.constexpr(SECOND_KEY)
+
+
+@triton.jit
+def locate(row, offsets_ptr, target_lengths_ptr, utterances, search_steps):
+    """utterance, t, u and columns U_b + 1 of packed rows, all int64; rows must be below N."""
+    low = row * 0
+    high = low + utterances - 1
+    for _ in range(search_steps):  # the last utterance whose offset is not past the row
+        middle = (low + high + 1) // 2
+        past = tl.load(offsets_ptr + middle) > row
+        high = tl.where(past, middle - 1, high)
+        low = tl.where(past, low, middle)
+    columns = tl.load(target_lengths_ptr + low) + 1
+    local = row - tl.load(offsets_ptr + low)
+    t = local // columns
+    return low, t, local - t * columns, columns
+
+
+@triton.jit
+def _mix(x):
+    x = x ^ (x >> 16)
+    x = x * _MULTIPLY_1
+    x = x ^ (x >> 15)
+    x = x * _MULTIPLY_2
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def keep_mask(seed_ptr, row, h, drop_threshold):
+    """rnnt.dropout.keep_mask in uint32: row [BLOCK_ROWS] int64, h [BLOCK_H] -> bool [BLOCK_ROWS, BLOCK_H]."""
+    seed = tl.load(seed_ptr)
+    key = _mix(_mix(seed.to(tl.uint32) + _GOLDEN) ^ (seed >> 32).to(tl.uint32))
+    low, high = row.to(tl.uint32), (row >> 32).to(tl.uint32)
+    key_1 = _mix(_mix(low ^ key) + high)
+    key_2 = _mix(_mix(low ^ _mix(key ^ _SECOND_KEY)) + high)
+    x = (h.to(tl.uint32) * _GOLDEN)[None, :] + key_1[:, None]
+    x = x ^ (x >> 16)
+    x = x * _MULTIPLY_1
+    x = x ^ (x >> 15)
+    x = (x + key_2[:, None]) * _MULTIPLY_2
+    x = x ^ (x >> 16)
+    return x >= drop_threshold.to(tl.uint32)
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "relu":
+        y = tl.maximum(x, 0.0)
+    elif ACTIVATION == "sigmoid":
+        y = 1 / (1 + tl.exp(-x))
+    else:
+        y = 1 - 2 / (1 + tl.exp(2 * x))
+    return y
+
+
+@triton.jit
+def activation_slope(y, ACTIVATION: tl.constexpr):
+    """Derivative of the activation, from its value."""
+    if ACTIVATION == "relu":
+        slope = tl.where(y > 0, 1.0, 0.0)
+    elif ACTIVATION == "sigmoid":
+        slope = y * (1 - y)
+    else:
+        slope = 1 - y * y
+    return slope
+
+
+@triton.jit(do_not_specialize=["first", "utterances", "search_steps", "features", "drop_threshold"])
+def joint_fwd_kernel(
+    encoder_ptr, predictor_ptr, row_ptr, count_ptr, offsets_ptr, target_lengths_ptr, seed_ptr,
+    hidden_ptr,
+    encoder_stride_b, encoder_stride_t, encoder_stride_h,
+    predictor_stride_b, predictor_stride_u, predictor_stride_h,
+    first, utterances, search_steps, features, hidden_stride, dropout_p, drop_threshold,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GATHER: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Owns BLOCK_ROWS rows x BLOCK_H features of hidden; reads their encoder and predictor states.
+
+    Rows past the count and features past H are written as zeros, so that matrix products need no masks.
+    """
+    count = tl.load(count_ptr)
+    start = first + tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+    if start >= count:
+        return
+    slot = start + tl.arange(0, BLOCK_ROWS)
+    mask_row = slot < count
+    slot = tl.where(mask_row, slot, start)
+    row = tl.load(row_ptr + slot).to(tl.int64) if GATHER else slot
+    b, t, u, _ = locate(row, offsets_ptr, target_lengths_ptr, utterances, search_steps)
+    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask = mask_row[:, None] & (offs_h < features)[None, :]
+    encoder_row = b * encoder_stride_b + t * encoder_stride_t
+    predictor_row = b * predictor_stride_b + u * predictor_stride_u
+    offs_encoder = encoder_row[:, None] + (offs_h * encoder_stride_h)[None, :]
+    offs_predictor = predictor_row[:, None] + (offs_h * predictor_stride_h)[None, :]
+    x = tl.load(encoder_ptr + offs_encoder, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_ROWS, BLOCK_H]
+    x += tl.load(predictor_ptr + offs_predictor, mask=mask, other=0.0).to(tl.float32)
+    hidden = activate(x, ACTIVATION)
+    if DROPOUT:
+        keep = keep_mask(seed_ptr, row, offs_h, drop_threshold)
+        hidden = tl.where(keep, hidden / (1 - dropout_p), 0.0)
+    hidden = tl.where(mask, hidden, 0.0)
+    local = start - first + tl.arange(0, BLOCK_ROWS)
+    offs_hidden = local[:, None] * hidden_stride + offs_h[None, :]
+    mask_hidden = (offs_h < hidden_stride)[None, :]
+    tl.store(hidden_ptr + offs_hidden, hidden.to(hidden_ptr.dtype.element_ty), mask=mask_hidden)
+
+
+def joint_fwd(x: Operands, row: Tensor | None, count: Tensor, first: int, hidden: Tensor) -> None:
+    """Fill hidden [tile, H padded] for the rows first, first + 1, ... below the count."""
+    config = x.configs.joint_fwd
+    tile, padded = hidden.shape
+    grid = (triton.cdiv(tile, config.block_rows), triton.cdiv(padded, config.block_h))
+    joint_fwd_kernel[grid](
+        x.encoder, x.predictor, row, count, x.offsets, x.alignment.target_lengths, x.seed,
+        hidden,
+        *x.encoder.stride(), *x.predictor.stride(),
+        first, x.utterances, x.search_steps, x.features, padded, x.dropout_p, x.drop_threshold,
+        ACTIVATION=x.activation, DROPOUT=x.dropout_p > 0, GATHER=row is not None,
+        BLOCK_ROWS=config.block_rows, BLOCK_H=config.block_h, num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first", "tile", "frames", "features"])
+def joint_bwd_encoder_kernel(
+    d_pre_ptr, slot_ptr, count_ptr, offsets_ptr, encoder_lengths_ptr, target_lengths_ptr,
+    d_encoder_ptr,
+    first, tile, frames, features, d_pre_stride,
+    BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Owns one frame x BLOCK_H features of d_encoder; adds the frame's live rows that lie in the tile."""
+    frame = tl.program_id(0).to(tl.int64)
+    b, t = frame // frames, frame % frames
+    if t >= tl.load(encoder_lengths_ptr + b):
+        return
+    columns = tl.load(target_lengths_ptr + b) + 1
+    row = tl.load(offsets_ptr + b) + t * columns
+    last = tl.minimum(first + tile, tl.load(count_ptr))
+    begin = tl.maximum(tl.load(slot_ptr + row).to(tl.int64), first)
+    end = tl.minimum(tl.load(slot_ptr + row + columns).to(tl.int64), last)
+    if begin >= end:
+        return
+    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask_h = offs_h < features
+    total = tl.zeros([BLOCK_ROWS, BLOCK_H], tl.float32)
+    for slot in range(begin, end, BLOCK_ROWS):
+        offs_slot = slot + tl.arange(0, BLOCK_ROWS)
+        offs = (offs_slot - first)[:, None] * d_pre_stride + offs_h[None, :]
+        mask = (offs_slot < end)[:, None] & mask_h[None, :]
+        total += tl.load(d_pre_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    out_ptr = d_encoder_ptr + frame * features + offs_h
+    tl.store(out_ptr, tl.load(out_ptr, mask=mask_h, other=0.0) + tl.sum(total, axis=0), mask=mask_h)
+
+
+def joint_bwd_encoder(x: Operands, d_pre: Tensor, slot: Tensor, count: Tensor, first: int, d_encoder: Tensor) -> None:
+    """Add the tile's d_pre [tile, H padded] to d_encoder [B, T, H] float32."""
+    config = x.configs.sums
+    grid = (x.utterances * x.frames, triton.cdiv(x.features, config.block_h))
+    joint_bwd_encoder_kernel[grid](
+        d_pre, slot, count, x.offsets, x.alignment.encoder_lengths, x.alignment.target_lengths,
+        d_encoder,
+        first, d_pre.shape[0], x.frames, x.features, d_pre.stride(0),
+        BLOCK_ROWS=config.block_rows, BLOCK_H=config.block_h, num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first", "tile", "state_columns", "features"])
+def joint_bwd_predictor_kernel(
+    d_pre_ptr, row_ptr, slot_ptr, count_ptr, offsets_ptr, target_lengths_ptr,
+    d_predictor_ptr,
+    first, tile, state_columns, features, d_pre_stride,
+    BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Owns one state x BLOCK_H features of d_predictor; adds its live rows that lie in the tile, BLOCK_ROWS frames
+    at a time."""
+    state = tl.program_id(0).to(tl.int64)
+    b, u = state // state_columns, state % state_columns
+    last = tl.minimum(first + tile, tl.load(count_ptr))
+    columns = tl.load(target_lengths_ptr + b) + 1
+    if (first >= last) | (u >= columns):
+        return
+    # The frames between the tile's first and last live row, cut to this utterance.
+    offset = tl.load(offsets_ptr + b)
+    end_offset = tl.load(offsets_ptr + b + 1)
+    low = tl.maximum(tl.load(row_ptr + first).to(tl.int64), offset)
+    high = tl.minimum(tl.load(row_ptr + last - 1).to(tl.int64), end_offset - 1)
+    if low > high:
+        return
+    t_begin, t_end = (low - offset) // columns, (high - offset) // columns + 1
+    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask_h = offs_h < features
+    total = tl.zeros([BLOCK_ROWS, BLOCK_H], tl.float32)
+    for t in range(t_begin, t_end, BLOCK_ROWS):
+        offs_t = t + tl.arange(0, BLOCK_ROWS)
+        row = offset + offs_t * columns + u
+        inside = offs_t < t_end
+        slot = tl.load(slot_ptr + row, mask=inside, other=0).to(tl.int64)
+        after = tl.load(slot_ptr + row + 1, mask=inside, other=0).to(tl.int64)
+        live = (after > slot) & (slot >= first) & (slot < last)
+        offs = (slot - first)[:, None] * d_pre_stride + offs_h[None, :]
+        total += tl.load(d_pre_ptr + offs, mask=live[:, None] & mask_h[None, :], other=0.0).to(tl.float32)
+    out_ptr = d_predictor_ptr + state * features + offs_h
+    tl.store(out_ptr, tl.load(out_ptr, mask=mask_h, other=0.0) + tl.sum(total, axis=0), mask=mask_h)
+
+
+def joint_bwd_predictor(
+    x: Operands, d_pre: Tensor, row: Tensor, slot: Tensor, count: Tensor, first: int, d_predictor: Tensor
+) -> None:
+    """Add the tile's d_pre [tile, H padded] to d_predictor [B, U1, H] float32."""
+    config = x.configs.sums
+    grid = (x.utterances * x.columns, triton.cdiv(x.features, config.block_h))
+    joint_bwd_predictor_kernel[grid](
+        d_pre, row, slot, count, x.offsets, x.alignment.target_lengths,
+        d_predictor,
+        first, d_pre.shape[0], x.columns, x.features, d_pre.stride(0),
+        BLOCK_ROWS=config.block_rows, BLOCK_H=config.block_h, num_warps=config.num_warps,
+    )  # fmt: skip

@@ -1,0 +1,301 @@
+"""The pipeline in order, as operators of torch.library: joint -> log_probs -> lattice -> losses [B], and back.
+
+    forward     for each tile { joint_fwd -> log_probs_fwd } -> lattice_fwd -> lattice_bwd (the occupancies)
+    backward    live_rows, then for each tile of these { joint_fwd -> log_probs_bwd -> weight_bwd
+                -> hidden_bwd -> joint_bwd_encoder, joint_bwd_predictor }
+
+What lives through a tile: hidden [tile, H], in the backward pass also d_logits [tile, V].  What is kept from forward
+to backward: three numbers a row (lse and two occupancies; untiled: the logits too, in the compute dtype).
+Packed tensors have `rows` rows: N where the host knows it, else its bound B T U1.  No step waits for the device.
+
+Gradients travel in the compute dtype near the scale of one utterance: upstream gradients are divided by a power of two
+next to their largest (in float16 a further 2^-12 uses its range), and the float32 sums are multiplied by it.
+Before: backends.py.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rnnt.layout import row_offsets
+from rnnt.problem import Alignment, JointProblem
+from rnnt.tiling import tile_size
+from rnnt.triton.config import ceil_to, configs
+from rnnt.triton.joint import joint_bwd_encoder, joint_bwd_predictor, joint_fwd
+from rnnt.triton.lattice import losses_and_occupancies
+from rnnt.triton.live_rows import live_rows
+from rnnt.triton.log_probs import hidden_bwd, log_probs_bwd, log_probs_fwd, weight_bwd, weight_shares
+from rnnt.triton.operands import Operands, padded_layer
+from rnnt.triton.packing import pack, unpack
+
+WORKSPACE = 128 * 2**20  # bytes of one tile's hidden and d_logits
+
+
+def joint_loss(problem: JointProblem) -> Tensor:
+    losses, *_ = joint_loss_operator(
+        *_joint_arguments(problem),
+        problem.fastemit_lambda,
+        problem.clamp,
+        problem.occupancy_threshold,
+        _wanted(problem),
+    )
+    return losses
+
+
+def joint_log_probs(problem: JointProblem) -> tuple[Tensor, Tensor]:
+    logp_blank, logp_label, *_ = joint_log_probs_operator(*_joint_arguments(problem))
+    return logp_blank, logp_label
+
+
+def _wanted(problem: JointProblem) -> bool:
+    inputs = [problem.encoder, problem.predictor, problem.linear_weight, problem.linear_bias]
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+
+def _joint_arguments(problem: JointProblem) -> tuple[Any, ...]:
+    dtype = problem.compute_dtype
+    sizes = configs(dtype)
+    classes, features = problem.linear_weight.shape
+    row_bytes = (ceil_to(features, sizes.pad_h) + ceil_to(classes, sizes.pad_v)) * dtype.itemsize
+    tile = ceil_to(tile_size(problem.tile_rows, row_bytes, WORKSPACE), sizes.pad_rows)
+    alignment = problem.alignment
+    return (
+        problem.encoder, problem.predictor, problem.linear_weight, problem.linear_bias,
+        alignment.targets, alignment.encoder_lengths, alignment.target_lengths, problem.seed,
+        alignment.blank, alignment.rows, problem.activation, problem.dropout_p,
+        tile, problem.tile_rows is None, dtype,
+    )  # fmt: skip
+
+
+# The two joint operators, their shared forward and backward passes.
+
+
+def _operands(
+    encoder: Tensor, predictor: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
+    targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
+    blank: int, rows: int, activation: str, dropout_p: float, dtype: torch.dtype,
+) -> Operands:  # fmt: skip
+    alignment = Alignment(targets.contiguous(), encoder_lengths, target_lengths, blank, encoder.shape[1], rows)
+    weight, bias = padded_layer(linear_weight, linear_bias, dtype)
+    offsets = row_offsets(alignment)
+    return Operands(
+        encoder, predictor, weight, bias, alignment, offsets, seed, linear_weight.shape[0], activation, dropout_p
+    )  # fmt: skip
+
+
+def _score(x: Operands, tile: int, keep_logits: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logp_blank, logp_label, lse [rows] float32; logits [rows, V padded] when kept, else empty."""
+    rows = x.alignment.rows
+    dtype, device = x.weight.dtype, x.weight.device
+    logp_blank, logp_label, lse = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(3))
+    logits = torch.empty((rows if keep_logits else 0, x.padded_classes), dtype=dtype, device=device)
+    tile = min(tile, ceil_to(rows, x.configs.pad_rows))
+    hidden = torch.empty((tile, x.padded_features), dtype=dtype, device=device)
+    for first in range(0, rows, tile):
+        joint_fwd(x, None, x.offsets[-1:], first, hidden)
+        log_probs_fwd(x, hidden, first, logp_blank, logp_label, lse, logits if keep_logits else None)
+    return logp_blank, logp_label, lse, logits
+
+
+@torch.library.custom_op("rnnt::triton_joint_loss", mutates_args=())
+def joint_loss_operator(
+    encoder: Tensor, predictor: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
+    targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
+    blank: int, rows: int, activation: str, dropout_p: float, tile: int, untiled: bool, dtype: torch.dtype,
+    fastemit_lambda: float, clamp: float, occupancy_threshold: float, with_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """losses [B]; for the backward pass occupancy_blank, occupancy_label, lse [rows] and, untiled, logits."""
+    x = _operands(
+        encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
+        blank, rows, activation, dropout_p, dtype,
+    )  # fmt: skip
+    logp_blank, logp_label, lse, logits = _score(x, tile, untiled and with_gradient)
+    losses, occupancy_blank, occupancy_label = losses_and_occupancies(
+        logp_blank, logp_label, x.offsets, encoder_lengths, target_lengths, x.columns, with_gradient
+    )
+    return losses, occupancy_blank, occupancy_label, lse, logits
+
+
+@joint_loss_operator.register_fake
+def _(
+    encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
+    blank, rows, activation, dropout_p, tile, untiled, dtype,
+    fastemit_lambda, clamp, occupancy_threshold, with_gradient,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    kept = rows if with_gradient else 0
+    padded = ceil_to(linear_weight.shape[0], configs(dtype).pad_v)
+    return (
+        encoder.new_empty(encoder.shape[0], dtype=torch.float32),
+        encoder.new_empty(kept, dtype=torch.float32),
+        encoder.new_empty(kept, dtype=torch.float32),
+        encoder.new_empty(rows, dtype=torch.float32),
+        encoder.new_empty((kept if untiled else 0, padded), dtype=dtype),
+    )
+
+
+@torch.library.custom_op("rnnt::triton_joint_log_probs", mutates_args=())
+def joint_log_probs_operator(
+    encoder: Tensor, predictor: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
+    targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
+    blank: int, rows: int, activation: str, dropout_p: float, tile: int, untiled: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """logp_blank [B, T, U1], logp_label [B, T, U]; for the backward pass lse [rows] and, untiled, logits."""
+    x = _operands(
+        encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
+        blank, rows, activation, dropout_p, dtype,
+    )  # fmt: skip
+    logp_blank, logp_label, lse, logits = _score(x, tile, untiled)
+    dense_blank = unpack(logp_blank, x.alignment)
+    dense_label = unpack(logp_label, x.alignment)[:, :, :-1].contiguous()
+    return dense_blank, dense_label, lse, logits
+
+
+@joint_log_probs_operator.register_fake
+def _(
+    encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
+    blank, rows, activation, dropout_p, tile, untiled, dtype,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    utterances, frames, _ = encoder.shape
+    columns = predictor.shape[1]
+    padded = ceil_to(linear_weight.shape[0], configs(dtype).pad_v)
+    return (
+        encoder.new_empty((utterances, frames, columns), dtype=torch.float32),
+        encoder.new_empty((utterances, frames, columns - 1), dtype=torch.float32),
+        encoder.new_empty(rows, dtype=torch.float32),
+        encoder.new_empty((rows if untiled else 0, padded), dtype=dtype),
+    )
+
+
+@torch.library.custom_op("rnnt::triton_joint_bwd", mutates_args=())
+def joint_bwd_operator(
+    encoder: Tensor, predictor: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
+    targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
+    blank: int, rows: int, activation: str, dropout_p: float, tile: int, untiled: bool, dtype: torch.dtype,
+    weight_blank: Tensor, weight_label: Tensor, lse: Tensor, logits: Tensor, upstream: Tensor,
+    fastemit_lambda: float, clamp: float, occupancy_threshold: float, needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of encoder, predictor, linear_weight, linear_bias (needed or not: four bools; empty where not).
+
+    weight_blank, weight_label [rows]: minus the derivative of one utterance's loss by its log-probabilities, before
+    FastEmit; upstream [B]: what multiplies them.
+    """
+    x = _operands(
+        encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
+        blank, rows, activation, dropout_p, dtype,
+    )  # fmt: skip
+    need_encoder, need_predictor, need_weight, need_bias = needed
+    float32, device = torch.float32, encoder.device
+    d_encoder = torch.zeros(encoder.shape if need_encoder else (0,), dtype=float32, device=device)
+    d_predictor = torch.zeros(predictor.shape if need_predictor else (0,), dtype=float32, device=device)
+    shares = weight_shares(x) if need_weight or need_bias else 0
+    d_weight = torch.zeros((shares, *x.weight.shape), dtype=float32, device=device)
+    d_bias = torch.zeros((shares, x.padded_classes), dtype=float32, device=device)
+
+    largest = upstream.abs().amax()
+    unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - (12 if dtype == torch.float16 else 0))
+    row, slot, count = live_rows(weight_blank, weight_label, occupancy_threshold)
+    weight_label = weight_label * (1 + fastemit_lambda)
+
+    tile = min(tile, ceil_to(rows, x.configs.pad_rows))
+    hidden = torch.empty((tile, x.padded_features), dtype=dtype, device=device)
+    d_logits = torch.empty((tile, x.padded_classes), dtype=dtype, device=device)
+    for first in range(0, rows, tile):
+        joint_fwd(x, row, count, first, hidden)
+        log_probs_bwd(
+            x, hidden, row, count, first, logits if untiled else None, lse,
+            weight_blank, weight_label, upstream / unit, clamp, d_logits,
+        )  # fmt: skip
+        if shares:
+            weight_bwd(x, d_logits, hidden, count, first, d_weight, d_bias)
+        if need_encoder or need_predictor:
+            d_pre = hidden_bwd(x, d_logits, hidden, row, count, first)
+            if need_encoder:
+                joint_bwd_encoder(x, d_pre, slot, count, first, d_encoder)
+            if need_predictor:
+                joint_bwd_predictor(x, d_pre, row, slot, count, first, d_predictor)
+
+    classes, features = linear_weight.shape
+    d_weight = d_weight.sum(0)[:classes, :features] if need_weight else d_weight[:0].flatten()
+    d_bias = d_bias.sum(0)[:classes] if need_bias else d_bias[:0].flatten()
+    bias_dtype = linear_weight.dtype if linear_bias is None else linear_bias.dtype
+    return (
+        (d_encoder * unit).to(encoder.dtype),
+        (d_predictor * unit).to(predictor.dtype),
+        (d_weight * unit).to(linear_weight.dtype),
+        (d_bias * unit).to(bias_dtype),
+    )
+
+
+@joint_bwd_operator.register_fake
+def _(
+    encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
+    blank, rows, activation, dropout_p, tile, untiled, dtype,
+    weight_blank, weight_label, lse, logits, upstream, fastemit_lambda, clamp, occupancy_threshold, needed,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    bias = linear_weight.new_empty(linear_weight.shape[0]) if linear_bias is None else linear_bias
+    inputs = encoder, predictor, linear_weight, bias
+    return tuple(
+        torch.empty(x.shape if need else (0,), dtype=x.dtype, device=x.device)
+        for x, need in zip(inputs, needed, strict=True)
+    )
+
+
+def _joint_context(ctx: Any, inputs: tuple[Any, ...], lse: Tensor, logits: Tensor, *occupancies: Tensor) -> None:
+    tensors, ctx.numbers = inputs[:8], inputs[8:15]
+    ctx.save_for_backward(*tensors, lse, logits, *occupancies)
+    ctx.set_materialize_grads(False)
+
+
+def _joint_backward(
+    ctx: Any, weight_blank: Tensor, weight_label: Tensor, upstream: Tensor,
+    fastemit_lambda: float, clamp: float, occupancy_threshold: float,
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients of the four float inputs."""
+    *tensors, lse, logits = ctx.saved_tensors[:10]
+    needed = [need and x is not None for need, x in zip(ctx.needs_input_grad[:4], tensors[:4], strict=True)]
+    gradients = joint_bwd_operator(
+        *tensors, *ctx.numbers, weight_blank, weight_label, lse, logits, upstream.float(),
+        fastemit_lambda, clamp, occupancy_threshold, needed,
+    )  # fmt: skip
+    return [gradient if need else None for gradient, need in zip(gradients, needed, strict=True)]
+
+
+def _joint_loss_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, occupancy_blank, occupancy_label, lse, logits = output
+    ctx.mark_non_differentiable(occupancy_blank, occupancy_label, lse, logits)
+    _joint_context(ctx, inputs, lse, logits, occupancy_blank, occupancy_label)
+    ctx.options = inputs[15:18]
+
+
+def _joint_loss_backward(ctx: Any, d_losses: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if d_losses is None:
+        return (None,) * 19
+    occupancy_blank, occupancy_label = ctx.saved_tensors[10:]
+    return *_joint_backward(ctx, occupancy_blank, occupancy_label, d_losses, *ctx.options), *(None,) * 15
+
+
+joint_loss_operator.register_autograd(_joint_loss_backward, setup_context=_joint_loss_context)
+
+
+def _joint_log_probs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, lse, logits = output
+    ctx.mark_non_differentiable(lse, logits)
+    _joint_context(ctx, inputs, lse, logits)
+
+
+def _joint_log_probs_backward(ctx: Any, d_blank: Tensor | None, d_label: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if d_blank is None and d_label is None:
+        return (None,) * 15
+    encoder, predictor, _, _, targets, encoder_lengths, target_lengths, _ = ctx.saved_tensors[:8]
+    blank, rows = ctx.numbers[:2]
+    alignment = Alignment(targets, encoder_lengths, target_lengths, blank, encoder.shape[1], rows)
+    shape = (encoder.shape[0], encoder.shape[1], predictor.shape[1])
+    d_blank = encoder.new_zeros(shape, dtype=torch.float32) if d_blank is None else d_blank
+    d_label = encoder.new_zeros((*shape[:2], shape[2] - 1), dtype=torch.float32) if d_label is None else d_label
+    weight_blank, weight_label = pack(-d_blank, -d_label, alignment)
+    upstream = encoder.new_ones(shape[0], dtype=torch.float32)
+    return *_joint_backward(ctx, weight_blank, weight_label, upstream, 0.0, 0.0, 0.0), *(None,) * 11
+
+
+joint_log_probs_operator.register_autograd(_joint_log_probs_backward, setup_context=_joint_log_probs_context)
