@@ -16,7 +16,7 @@ Before: the user's model, or modules.py.  After: problem.py, validation.py, back
 import torch
 from torch import Tensor
 
-from rnnt import backends
+from rnnt.backends import choose
 from rnnt.derivative import differentiable_once
 from rnnt.problem import (
     ACTIVATIONS,
@@ -94,7 +94,7 @@ def rnnt_loss(
         fastemit_lambda=check_fastemit(fastemit_lambda),
         clamp=check_clamp(clamp),
     )
-    chosen = backends.choose(backend, problem)
+    chosen = choose(backend, problem)
     if alignment.utterances == 0:
         return _reduce(_no_losses(logits), alignment, reduction)
     with torch.autocast(logits.device.type, enabled=False):
@@ -151,7 +151,7 @@ def joint_rnnt_loss(
         activation=activation, dropout_p=dropout_p, blank=blank, fastemit_lambda=fastemit_lambda, clamp=clamp,
         tile_rows=tile_rows, occupancy_threshold=occupancy_threshold, validate=validate,
     )  # fmt: skip
-    chosen = backends.choose(backend, problem)
+    chosen = choose(backend, problem)
     if problem.alignment.utterances == 0:
         return _reduce(_no_losses(*_joint_inputs(problem)), problem.alignment, reduction)
     with torch.autocast(problem.device.type, enabled=False):
@@ -185,7 +185,7 @@ def joint_log_probs(
         activation=activation, dropout_p=dropout_p, blank=blank, fastemit_lambda=0.0, clamp=-1,
         tile_rows=tile_rows, occupancy_threshold=0.0, validate=validate,
     )  # fmt: skip
-    chosen = backends.choose(backend, problem)
+    chosen = choose(backend, problem)
     alignment = problem.alignment
     if alignment.utterances == 0:
         empty = _no_losses(*_joint_inputs(problem))
@@ -234,7 +234,7 @@ def rnnt_loss_from_log_probs(
         alignment=alignment,
         fastemit_lambda=check_fastemit(fastemit_lambda),
     )
-    chosen = backends.choose(backend, problem)
+    chosen = choose(backend, problem)
     if utterances == 0:
         return _reduce(_no_losses(logp_blank, logp_label), alignment, reduction)
     with torch.autocast(logp_blank.device.type, enabled=False):
@@ -326,7 +326,8 @@ def _align(
         ).unbind(0)
     elif validate:
         rows = check_values(targets, encoder_lengths, target_lengths, frames, classes, blank, lengths_name)
-    return Alignment(targets, encoder_lengths, target_lengths, blank, frames, rows)
+    host_sync = validate and not torch.compiler.is_compiling()
+    return Alignment(targets, encoder_lengths, target_lengths, blank, frames, rows, host_sync)
 
 
 def _no_losses(*inputs: Tensor) -> Tensor:
