@@ -11,6 +11,7 @@ Before: backends.py.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def joint_loss(problem: JointProblem) -> Tensor:
 
     def losses(scores: Tensor) -> Tensor:
         planes = log_probs_stage.log_probs(scores, problem.alignment)
-        if problem.occupancy_threshold > 0 and scores.requires_grad:
+        if problem.occupancy_threshold > 0 and torch.is_grad_enabled():
             planes = without_small_occupancies(*planes, problem.alignment, problem.occupancy_threshold)
         return lattice_loss(*planes, problem.alignment, problem.fastemit_lambda)
 
@@ -65,14 +66,16 @@ def without_small_occupancies(
     logp_blank: Tensor, logp_label: Tensor, alignment: Alignment, threshold: float
 ) -> tuple[Tensor, Tensor]:
     """The same planes, detached at nodes whose occupancy (blank arc + label arc) is below the threshold."""
-    with torch.enable_grad():
-        blank, label = logp_blank.detach().requires_grad_(), logp_label.detach().requires_grad_()
-        log_z = log_likelihood(blank, label, alignment)
-        blank_occupancy, label_occupancy = torch.autograd.grad(log_z.sum(), (blank, label))
+    log_z = partial(_total_log_likelihood, alignment=alignment)
+    blank_occupancy, label_occupancy = torch.func.grad(log_z, argnums=(0, 1))(logp_blank.detach(), logp_label.detach())
     occupancy = blank_occupancy + torch.nn.functional.pad(label_occupancy, (0, 1))
     live = (occupancy >= threshold) & dense_mask(alignment)
     logp_blank = torch.where(live, logp_blank, logp_blank.detach())
     return logp_blank, torch.where(live[..., :-1], logp_label, logp_label.detach())
+
+
+def _total_log_likelihood(logp_blank: Tensor, logp_label: Tensor, alignment: Alignment) -> Tensor:
+    return log_likelihood(logp_blank, logp_label, alignment).sum()
 
 
 def with_clamped_gradient(losses: Callable[[Tensor], Tensor], scores: Tensor, clamp: float) -> Tensor:
@@ -82,17 +85,23 @@ def with_clamped_gradient(losses: Callable[[Tensor], Tensor], scores: Tensor, cl
     """
     if clamp == 0 or not (torch.is_grad_enabled() and scores.requires_grad):
         return losses(scores)
-    leaf = scores.detach().requires_grad_()
-    values = losses(leaf)
-    (gradient,) = torch.autograd.grad(values.sum(), leaf)
-    return _KnownGradient.apply(scores, values.detach(), gradient.clamp(-clamp, clamp))
+
+    def total(x: Tensor) -> tuple[Tensor, Tensor]:
+        values = losses(x)
+        return values.sum(), values
+
+    gradient, values = torch.func.grad(total, has_aux=True)(scores.detach())
+    return _KnownGradient.apply(scores, values, gradient.clamp(-clamp, clamp))
 
 
 class _ScaleGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return x.view_as(x)
+    def forward(x: Tensor, scale: float) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+        ctx.scale = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
