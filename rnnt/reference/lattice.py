@@ -14,6 +14,7 @@ Graves 2012, arXiv:1211.3711, eq. 16-18.  Before: log_probs.py.  After: loss.py.
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rnnt.layout import dense_mask, label_mask
 from rnnt.problem import Alignment
@@ -25,21 +26,20 @@ def log_likelihood(logp_blank: Tensor, logp_label: Tensor, alignment: Alignment)
     blank = torch.where(dense_mask(alignment), logp_blank.double(), 0)
     label = torch.where(label_mask(alignment), logp_label.double(), -torch.inf)
 
-    # Arcs by the anti-diagonal they leave from: [B, D, U1], with t = d - u.
-    diagonals = frames + columns - 1
+    # Arcs by the anti-diagonal they leave from, D tensors [B, U1] each, with t = d - u.  (Unbound once: the gradient of
+    # indexing one diagonal at a time would be D tensors of all diagonals.)
     u = torch.arange(columns, device=blank.device)
-    t = torch.arange(diagonals, device=blank.device)[:, None] - u  # [D, U1]
+    t = torch.arange(frames + columns - 1, device=blank.device)[:, None] - u  # [D, U1]
     inside = (t >= 0) & (t < frames)
-    node = t.clamp(0, frames - 1)
-    blank_from = torch.where(inside, blank[:, node, u], -torch.inf)
-    label_from = torch.where(inside, torch.nn.functional.pad(label, (0, 1), value=-torch.inf)[:, node, u], -torch.inf)
+    t = t.clamp(0, frames - 1)
+    blank_arcs = torch.where(inside, blank[:, t, u], -torch.inf).unbind(1)
+    label_arcs = torch.where(inside[:, :-1], label[:, t[:, :-1], u[:-1]], -torch.inf).unbind(1)  # [B, U]
 
     alpha = torch.where(u == 0, 0.0, -torch.inf).double().expand(utterances, columns)
     alphas = [alpha]
-    for d in range(1, diagonals):
-        stay = alpha + blank_from[:, d - 1]  # (t-1, u) -> (t, u)
-        move = (alpha + label_from[:, d - 1]).roll(1, dims=1)  # (t, u-1) -> (t, u)
-        move = torch.where(u == 0, -torch.inf, move)
+    for blank_arc, label_arc in zip(blank_arcs[:-1], label_arcs[:-1], strict=True):
+        stay = alpha + blank_arc  # (t-1, u) -> (t, u)
+        move = pad(alpha[:, :-1] + label_arc, (1, 0), value=-torch.inf)  # (t, u-1) -> (t, u)
         alpha = logaddexp(stay, move)
         alphas.append(alpha)
 
