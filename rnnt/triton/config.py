@@ -21,6 +21,7 @@ class Config:
     block_h: int = 0
     num_warps: int = 4
     num_stages: int = 3
+    programs: int = 0  # of a kernel whose programs stride over their work
 
 
 @dataclass(frozen=True)
@@ -35,35 +36,38 @@ class Configs:
     logits: Config  # dense scores: classes read at a time
     pad_v: int  # the output layer is padded to multiples of these
     pad_h: int
-    pad_rows: int  # every block_rows divides it
+    pad_rows: int  # tiles are whole multiples of it, and every block_rows divides it
+    weight_programs: int  # of weight_bwd, about the chip's multiprocessors or twice as many
 
 
 TWO_BYTES = Configs(
-    joint_fwd=Config(block_rows=32, block_h=128, num_warps=4),
-    log_probs_fwd=Config(block_rows=128, block_v=128, block_h=64, num_warps=8, num_stages=4),
+    joint_fwd=Config(block_rows=16, block_h=128, num_warps=4),
+    log_probs_fwd=Config(block_rows=128, block_v=256, block_h=64, num_warps=8, num_stages=4),
     log_probs_bwd=Config(block_rows=128, block_v=128, block_h=64, num_warps=8, num_stages=3),
     hidden_bwd=Config(block_rows=128, block_v=64, block_h=128, num_warps=8, num_stages=3),
     weight_bwd=Config(block_rows=64, block_v=128, block_h=128, num_warps=8, num_stages=3),
-    sums=Config(block_rows=16, block_h=128, num_warps=4),
+    sums=Config(block_rows=16, block_h=128, num_warps=4, programs=512),
     rows=Config(block_rows=256, num_warps=4),
     logits=Config(block_v=2048, num_warps=4),
-    pad_v=128,
+    pad_v=256,
     pad_h=128,
     pad_rows=128,
+    weight_programs=264,
 )
 
 FOUR_BYTES = Configs(
-    joint_fwd=Config(block_rows=32, block_h=128, num_warps=4),
+    joint_fwd=Config(block_rows=16, block_h=128, num_warps=4),
     log_probs_fwd=Config(block_rows=64, block_v=128, block_h=32, num_warps=8, num_stages=3),
     log_probs_bwd=Config(block_rows=64, block_v=128, block_h=32, num_warps=8, num_stages=3),
     hidden_bwd=Config(block_rows=64, block_v=32, block_h=128, num_warps=8, num_stages=3),
     weight_bwd=Config(block_rows=32, block_v=128, block_h=64, num_warps=8, num_stages=3),
-    sums=Config(block_rows=16, block_h=128, num_warps=4),
+    sums=Config(block_rows=16, block_h=128, num_warps=4, programs=512),
     rows=Config(block_rows=256, num_warps=4),
     logits=Config(block_v=2048, num_warps=4),
     pad_v=128,
     pad_h=128,
     pad_rows=64,
+    weight_programs=264,
 )
 
 _SMALL = Config(block_rows=16, block_v=16, block_h=16)
@@ -73,12 +77,13 @@ INTERPRETED = Configs(
     log_probs_bwd=_SMALL,
     hidden_bwd=_SMALL,
     weight_bwd=_SMALL,
-    sums=_SMALL,
+    sums=Config(block_rows=16, block_h=16, programs=4),
     rows=Config(block_rows=64),
     logits=Config(block_v=16),
     pad_v=16,
     pad_h=16,
     pad_rows=16,
+    weight_programs=4,
 )
 
 

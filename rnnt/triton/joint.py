@@ -98,16 +98,17 @@ def joint_fwd_kernel(
     hidden_ptr,
     encoder_stride_b, encoder_stride_t, encoder_stride_h,
     predictor_stride_b, predictor_stride_u, predictor_stride_h,
-    first, utterances, search_steps, features, hidden_stride, dropout_p, drop_threshold,
+    first, utterances, search_steps, features, padded_features, dropout_p, drop_threshold,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GATHER: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Owns BLOCK_ROWS rows x BLOCK_H features of hidden; reads their encoder and predictor states.
+    """Owns BLOCK_ROWS rows of hidden; reads their encoder and predictor states.
 
     Rows past the count and features past H are written as zeros, so that matrix products need no masks.
     """
     count = tl.load(count_ptr)
-    start = first + tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+    local = tl.program_id(0) * BLOCK_ROWS
+    start = first + local.to(tl.int64)
     if start >= count:
         return
     slot = start + tl.arange(0, BLOCK_ROWS)
@@ -115,79 +116,86 @@ def joint_fwd_kernel(
     slot = tl.where(mask_row, slot, start)
     row = tl.load(row_ptr + slot).to(tl.int64) if GATHER else slot
     b, t, u, _ = locate(row, offsets_ptr, target_lengths_ptr, utterances, search_steps)
-    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    mask = mask_row[:, None] & (offs_h < features)[None, :]
     encoder_row = b * encoder_stride_b + t * encoder_stride_t
     predictor_row = b * predictor_stride_b + u * predictor_stride_u
-    offs_encoder = encoder_row[:, None] + (offs_h * encoder_stride_h)[None, :]
-    offs_predictor = predictor_row[:, None] + (offs_h * predictor_stride_h)[None, :]
-    x = tl.load(encoder_ptr + offs_encoder, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_ROWS, BLOCK_H]
-    x += tl.load(predictor_ptr + offs_predictor, mask=mask, other=0.0).to(tl.float32)
-    hidden = activate(x, ACTIVATION)
-    if DROPOUT:
-        keep = keep_mask(seed_ptr, row, offs_h, drop_threshold)
-        hidden = tl.where(keep, hidden / (1 - dropout_p), 0.0)
-    hidden = tl.where(mask, hidden, 0.0)
-    local = start - first + tl.arange(0, BLOCK_ROWS)
-    offs_hidden = local[:, None] * hidden_stride + offs_h[None, :]
-    mask_hidden = (offs_h < hidden_stride)[None, :]
-    tl.store(hidden_ptr + offs_hidden, hidden.to(hidden_ptr.dtype.element_ty), mask=mask_hidden)
+    offs_row = (local + tl.arange(0, BLOCK_ROWS)).to(tl.int64) * padded_features
+    for h in range(0, padded_features, BLOCK_H):
+        offs_h = h + tl.arange(0, BLOCK_H)
+        mask = mask_row[:, None] & (offs_h < features)[None, :]
+        offs_encoder = encoder_row[:, None] + (offs_h * encoder_stride_h)[None, :]
+        offs_predictor = predictor_row[:, None] + (offs_h * predictor_stride_h)[None, :]
+        x = tl.load(encoder_ptr + offs_encoder, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_ROWS, BLOCK_H]
+        x += tl.load(predictor_ptr + offs_predictor, mask=mask, other=0.0).to(tl.float32)
+        hidden = activate(x, ACTIVATION)
+        if DROPOUT:
+            keep = keep_mask(seed_ptr, row, offs_h, drop_threshold)
+            hidden = tl.where(keep, hidden / (1 - dropout_p), 0.0)
+        hidden = tl.where(mask, hidden, 0.0)
+        tl.store(hidden_ptr + offs_row[:, None] + offs_h[None, :], hidden.to(hidden_ptr.dtype.element_ty))
 
 
 def joint_fwd(x: Operands, row: Tensor | None, count: Tensor, first: int, hidden: Tensor) -> None:
     """Fill hidden [tile, H padded] for the rows first, first + 1, ... below the count."""
     config = x.configs.joint_fwd
-    tile, padded = hidden.shape
-    grid = (triton.cdiv(tile, config.block_rows), triton.cdiv(padded, config.block_h))
-    joint_fwd_kernel[grid](
+    joint_fwd_kernel[(hidden.shape[0] // config.block_rows,)](
         x.encoder, x.predictor, row, count, x.offsets, x.alignment.target_lengths, x.seed,
         hidden,
         *x.encoder.stride(), *x.predictor.stride(),
-        first, x.utterances, x.search_steps, x.features, padded, x.dropout_p, x.drop_threshold,
+        first, x.utterances, x.search_steps, x.features, x.padded_features, x.dropout_p, x.drop_threshold,
         ACTIVATION=x.activation, DROPOUT=x.dropout_p > 0, GATHER=row is not None,
         BLOCK_ROWS=config.block_rows, BLOCK_H=config.block_h, num_warps=config.num_warps,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first", "tile", "frames", "features"])
+@triton.jit(do_not_specialize=["first", "tile", "utterances", "search_steps", "frames", "features"])
 def joint_bwd_encoder_kernel(
-    d_pre_ptr, slot_ptr, count_ptr, offsets_ptr, encoder_lengths_ptr, target_lengths_ptr,
+    d_pre_ptr, row_ptr, slot_ptr, count_ptr, offsets_ptr, target_lengths_ptr,
     d_encoder_ptr,
-    first, tile, frames, features, d_pre_stride,
+    first, tile, utterances, search_steps, frames, features, padded_features,
     BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Owns one frame x BLOCK_H features of d_encoder; adds the frame's live rows that lie in the tile."""
-    frame = tl.program_id(0).to(tl.int64)
-    b, t = frame // frames, frame % frames
-    if t >= tl.load(encoder_lengths_ptr + b):
-        return
-    columns = tl.load(target_lengths_ptr + b) + 1
-    row = tl.load(offsets_ptr + b) + t * columns
+    """Owns BLOCK_H features of every P-th frame (P programs) that has live rows in the tile; adds them to d_encoder."""
     last = tl.minimum(first + tile, tl.load(count_ptr))
-    begin = tl.maximum(tl.load(slot_ptr + row).to(tl.int64), first)
-    end = tl.minimum(tl.load(slot_ptr + row + columns).to(tl.int64), last)
-    if begin >= end:
+    if first >= last:
         return
+    first_b, first_t, _, _ = locate(
+        tl.load(row_ptr + first).to(tl.int64), offsets_ptr, target_lengths_ptr, utterances, search_steps
+    )
+    last_b, last_t, _, _ = locate(
+        tl.load(row_ptr + last - 1).to(tl.int64), offsets_ptr, target_lengths_ptr, utterances, search_steps
+    )
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = offs_h < features
-    total = tl.zeros([BLOCK_ROWS, BLOCK_H], tl.float32)
-    for slot in range(begin, end, BLOCK_ROWS):
-        offs_slot = slot + tl.arange(0, BLOCK_ROWS)
-        offs = (offs_slot - first)[:, None] * d_pre_stride + offs_h[None, :]
-        mask = (offs_slot < end)[:, None] & mask_h[None, :]
-        total += tl.load(d_pre_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    out_ptr = d_encoder_ptr + frame * features + offs_h
-    tl.store(out_ptr, tl.load(out_ptr, mask=mask_h, other=0.0) + tl.sum(total, axis=0), mask=mask_h)
+    first_frame = first_b * frames + first_t + tl.program_id(0)
+    for frame in range(first_frame, last_b * frames + last_t + 1, tl.num_programs(0)):
+        b, t = frame // frames, frame % frames
+        columns = tl.load(target_lengths_ptr + b) + 1
+        row = tl.load(offsets_ptr + b) + t * columns
+        row_end = tl.load(offsets_ptr + b + 1)  # padded frames have no rows
+        begin = tl.load(slot_ptr + tl.minimum(row, row_end)).to(tl.int64)
+        end = tl.load(slot_ptr + tl.minimum(row + columns, row_end)).to(tl.int64)
+        begin, end = tl.maximum(begin, first), tl.minimum(end, last)
+        if begin < end:
+            total = tl.zeros([BLOCK_ROWS, BLOCK_H], tl.float32)
+            for slot in range(begin, end, BLOCK_ROWS):
+                offs_slot = slot + tl.arange(0, BLOCK_ROWS)
+                offs = (offs_slot - first)[:, None] * padded_features + offs_h[None, :]
+                mask = (offs_slot < end)[:, None] & mask_h[None, :]
+                total += tl.load(d_pre_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+            out_ptr = d_encoder_ptr + frame * features + offs_h
+            tl.store(out_ptr, tl.load(out_ptr, mask=mask_h, other=0.0) + tl.sum(total, axis=0), mask=mask_h)
 
 
-def joint_bwd_encoder(x: Operands, d_pre: Tensor, slot: Tensor, count: Tensor, first: int, d_encoder: Tensor) -> None:
+def joint_bwd_encoder(
+    x: Operands, d_pre: Tensor, row: Tensor, slot: Tensor, count: Tensor, first: int, d_encoder: Tensor
+) -> None:
     """Add the tile's d_pre [tile, H padded] to d_encoder [B, T, H] float32."""
     config = x.configs.sums
-    grid = (x.utterances * x.frames, triton.cdiv(x.features, config.block_h))
+    grid = (min(x.utterances * x.frames, config.programs), triton.cdiv(x.features, config.block_h))
     joint_bwd_encoder_kernel[grid](
-        d_pre, slot, count, x.offsets, x.alignment.encoder_lengths, x.alignment.target_lengths,
+        d_pre, row, slot, count, x.offsets, x.alignment.target_lengths,
         d_encoder,
-        first, d_pre.shape[0], x.frames, x.features, d_pre.stride(0),
+        first, d_pre.shape[0], x.utterances, x.search_steps, x.frames, x.features, x.padded_features,
         BLOCK_ROWS=config.block_rows, BLOCK_H=config.block_h, num_warps=config.num_warps,
     )  # fmt: skip
 
@@ -196,7 +204,7 @@ def joint_bwd_encoder(x: Operands, d_pre: Tensor, slot: Tensor, count: Tensor, f
 def joint_bwd_predictor_kernel(
     d_pre_ptr, row_ptr, slot_ptr, count_ptr, offsets_ptr, target_lengths_ptr,
     d_predictor_ptr,
-    first, tile, state_columns, features, d_pre_stride,
+    first, tile, state_columns, features, padded_features,
     BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Owns one state x BLOCK_H features of d_predictor; adds its live rows that lie in the tile, BLOCK_ROWS frames
@@ -225,7 +233,7 @@ def joint_bwd_predictor_kernel(
         slot = tl.load(slot_ptr + row, mask=inside, other=0).to(tl.int64)
         after = tl.load(slot_ptr + row + 1, mask=inside, other=0).to(tl.int64)
         live = (after > slot) & (slot >= first) & (slot < last)
-        offs = (slot - first)[:, None] * d_pre_stride + offs_h[None, :]
+        offs = (slot - first)[:, None] * padded_features + offs_h[None, :]
         total += tl.load(d_pre_ptr + offs, mask=live[:, None] & mask_h[None, :], other=0.0).to(tl.float32)
     out_ptr = d_predictor_ptr + state * features + offs_h
     tl.store(out_ptr, tl.load(out_ptr, mask=mask_h, other=0.0) + tl.sum(total, axis=0), mask=mask_h)
@@ -240,6 +248,6 @@ def joint_bwd_predictor(
     joint_bwd_predictor_kernel[grid](
         d_pre, row, slot, count, x.offsets, x.alignment.target_lengths,
         d_predictor,
-        first, d_pre.shape[0], x.columns, x.features, d_pre.stride(0),
+        first, d_pre.shape[0], x.columns, x.features, x.padded_features,
         BLOCK_ROWS=config.block_rows, BLOCK_H=config.block_h, num_warps=config.num_warps,
     )  # fmt: skip

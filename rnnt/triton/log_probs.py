@@ -8,23 +8,24 @@ With w_blank and w_label the weights of the two arcs (occupancies, at the scale 
 
     d_logits   = (w_blank + w_label) softmax(logits) - w_blank [v = blank] - w_label [v = label]
                  clamped to [-clamp, clamp] when clamp > 0, then times the row's scale
-    d_hidden   = d_logits weight,   d_pre = d_hidden * d hidden / d (encoder + predictor)
-    d_weight   = d_logits^T hidden,   d_bias = sum over rows of d_logits
+    d_bias     = sum over rows of d_logits
 
-hidden, d_pre [tile, H padded] and d_logits [tile, V padded] in the compute dtype; logp_blank, logp_label, lse [N]
-float32; products accumulate in float32, d_weight and d_bias over all tiles in float32.  A program of the forward
-kernel holds one block of rows and passes over the classes with a running maximum and sum, so that logits stay in
-registers; the backward kernel computes them again and turns them into d_logits before they leave.
-Running maximum: Milakov and Gimelshein 2018, arXiv:1805.02867.  Before: joint.py.  After: lattice.py.
+hidden [tile, H padded] and d_logits [tile, V padded] in the compute dtype; logp_blank, logp_label, lse [N] float32;
+products and sums in float32.  A program of the forward kernel scores one block of rows and classes and leaves its
+maximum and sum of exponentials, from which a second, small kernel makes the log-sum-exp; logits stay in registers.
+The backward kernel computes them again and turns them into d_logits before they leave.
+Blockwise maximum and sum: Milakov and Gimelshein 2018, arXiv:1805.02867.  Before: joint.py.  After: lattice.py, and
+backwards output_layer.py.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rnnt.triton.config import interpreted_dot, precision
-from rnnt.triton.joint import activation_slope, keep_mask, locate
-from rnnt.triton.operands import Operands
+from rnnt.triton.joint import locate
+from rnnt.triton.operands import Operands, blocks_of
 
 
 @triton.jit
@@ -35,69 +36,98 @@ def row_label(b, u, columns, targets_ptr, labels):
 
 @triton.jit
 def block_logits(
-    hidden_ptr, weight_ptr, bias_ptr, offs_row, offs_v, padded_features,
+    hidden, weight, bias_ptr, row, v, padded_features,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """logits [BLOCK_ROWS, BLOCK_V] float32 of local rows offs_row (int64) and classes offs_v."""
-    total = tl.zeros([BLOCK_ROWS, BLOCK_V], tl.float32)
-    offs_h = tl.arange(0, BLOCK_H)
-    hidden_ptrs = hidden_ptr + offs_row[:, None] * padded_features + offs_h[None, :]
-    weight_ptrs = weight_ptr + offs_v.to(tl.int64)[None, :] * padded_features + offs_h[:, None]
-    for _ in range(0, padded_features, BLOCK_H):
-        hidden = tl.load(hidden_ptrs)  # [BLOCK_ROWS, BLOCK_H]
-        weight = tl.load(weight_ptrs)  # [BLOCK_H, BLOCK_V]
+    """logits [BLOCK_ROWS, BLOCK_V] float32 of the rows from row and the classes from v (int32); hidden and weight are
+    tensor descriptors."""
+    logits = tl.zeros([BLOCK_ROWS, BLOCK_V], tl.float32)
+    for h in range(0, padded_features, BLOCK_H):
+        x = hidden.load([row, h])  # [BLOCK_ROWS, BLOCK_H]
+        w = weight.load([v, h])  # [BLOCK_V, BLOCK_H]
         if WIDEN:
-            hidden, weight = hidden.to(tl.float32), weight.to(tl.float32)
-        total = tl.dot(hidden, weight, total, input_precision=PRECISION)
-        hidden_ptrs += BLOCK_H
-        weight_ptrs += BLOCK_H
-    return total + tl.load(bias_ptr + offs_v)[None, :]
+            x, w = x.to(tl.float32), w.to(tl.float32)
+        logits = tl.dot(x, w.T, logits, input_precision=PRECISION)
+    return logits + tl.load(bias_ptr + v + tl.arange(0, BLOCK_V))[None, :]
 
 
-@triton.jit(do_not_specialize=["first", "utterances", "search_steps", "labels", "blank"])
+@triton.jit(do_not_specialize=["first", "utterances", "search_steps", "labels", "blank", "blocks_v"])
 def log_probs_fwd_kernel(
-    hidden_ptr, weight_ptr, bias_ptr, targets_ptr, offsets_ptr, target_lengths_ptr,
-    logp_blank_ptr, logp_label_ptr, lse_ptr, logits_ptr,
-    first, utterances, search_steps, labels, blank, padded_features, padded_classes,
+    hidden, weight, bias_ptr, targets_ptr, offsets_ptr, target_lengths_ptr,
+    highest_ptr, total_ptr, logp_blank_ptr, logp_label_ptr, logits_ptr,
+    first, utterances, search_steps, labels, blank, padded_features, padded_classes, blocks_v,
     KEEP_LOGITS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Owns BLOCK_ROWS packed rows; reads their hidden rows and the whole output layer; writes their three scalars."""
+    """Owns BLOCK_ROWS packed rows x BLOCK_V classes; reads their hidden rows and the classes' weights.
+
+    Writes the block's maximum logit and sum of exp(logit - maximum) of each row, and the logits of blank and label
+    where the block holds them.
+    """
+    block_v = tl.program_id(0) % blocks_v
+    local = tl.program_id(0) // blocks_v * BLOCK_ROWS
+    start = first + local.to(tl.int64)
     count = tl.load(offsets_ptr + utterances)
-    local = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
-    start = first + local
     if start >= count:
         return
     row = start + tl.arange(0, BLOCK_ROWS)
     mask_row = row < count
     b, _, u, columns = locate(tl.where(mask_row, row, start), offsets_ptr, target_lengths_ptr, utterances, search_steps)
     label = row_label(b, u, columns, targets_ptr, labels)
-    offs_row = local + tl.arange(0, BLOCK_ROWS)
+    v = block_v * BLOCK_V
+    logits = block_logits(
+        hidden, weight, bias_ptr, local, v, padded_features, PRECISION, WIDEN, BLOCK_ROWS, BLOCK_V, BLOCK_H
+    )
+    offs_v = v + tl.arange(0, BLOCK_V)
+    if KEEP_LOGITS:
+        offs_kept = row[:, None] * padded_classes + offs_v[None, :]
+        tl.store(logits_ptr + offs_kept, logits.to(logits_ptr.dtype.element_ty), mask=mask_row[:, None])
+    highest = tl.max(logits, axis=1)
+    finite = tl.where(highest == float("-inf"), 0.0, highest)  # -inf - -inf is NaN
+    total = tl.sum(tl.exp(logits - finite[:, None]), axis=1)
+    offs_part = block_v * tl.num_programs(0) // blocks_v * BLOCK_ROWS + local + tl.arange(0, BLOCK_ROWS)
+    tl.store(highest_ptr + offs_part, highest)
+    tl.store(total_ptr + offs_part, total)
+    label_logit = tl.sum(tl.where(offs_v[None, :] == label[:, None], logits, 0.0), axis=1)
+    mask_label = mask_row & (label >= v) & (label < v + BLOCK_V)
+    tl.store(logp_label_ptr + row, label_logit, mask=mask_label)
+    if (blank >= v) & (blank < v + BLOCK_V):
+        blank_logit = tl.sum(tl.where((offs_v == blank)[None, :], logits, 0.0), axis=1)
+        tl.store(logp_blank_ptr + row, blank_logit, mask=mask_row)
 
+
+@triton.jit(do_not_specialize=["first", "utterances", "search_steps", "blocks_v", "tile"])
+def log_probs_combine_kernel(
+    highest_ptr, total_ptr, offsets_ptr, target_lengths_ptr,
+    logp_blank_ptr, logp_label_ptr, lse_ptr,
+    first, utterances, search_steps, blocks_v, tile,
+    BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Owns BLOCK_ROWS packed rows; reads the maxima and sums of their class blocks; writes their log-sum-exp and turns
+    the two logits into log-probabilities."""
+    local = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row = first + local.to(tl.int64)
+    count = tl.load(offsets_ptr + utterances)
+    mask_row = (row < count) & (local < tile)
     highest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
-    blank_logit = tl.zeros([BLOCK_ROWS], tl.float32)
-    label_logit = tl.zeros([BLOCK_ROWS], tl.float32)
-    for v in range(0, padded_classes, BLOCK_V):
-        offs_v = v + tl.arange(0, BLOCK_V)
-        logits = block_logits(
-            hidden_ptr, weight_ptr, bias_ptr, offs_row, offs_v, padded_features,
-            PRECISION, WIDEN, BLOCK_ROWS, BLOCK_V, BLOCK_H,
-        )  # fmt: skip
-        if KEEP_LOGITS:
-            offs_kept = row[:, None] * padded_classes + offs_v[None, :]
-            tl.store(logits_ptr + offs_kept, logits.to(logits_ptr.dtype.element_ty), mask=mask_row[:, None])
-        higher = tl.maximum(highest, tl.max(logits, axis=1))
-        finite = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf is NaN
-        total = total * tl.exp(highest - finite) + tl.sum(tl.exp(logits - finite[:, None]), axis=1)
+    for block in range(blocks_v):
+        offs = block * tile + local
+        block_highest = tl.load(highest_ptr + offs, mask=mask_row, other=float("-inf"))
+        block_total = tl.load(total_ptr + offs, mask=mask_row, other=0.0)
+        higher = tl.maximum(highest, block_highest)
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(highest - finite) + block_total * tl.exp(block_highest - finite)
         highest = higher
-        blank_logit += tl.sum(tl.where((offs_v == blank)[None, :], logits, 0.0), axis=1)
-        label_logit += tl.sum(tl.where(offs_v[None, :] == label[:, None], logits, 0.0), axis=1)
-    lse = highest + tl.log(total)
+    lse = highest + tl.log(tl.where(total > 0, total, 1.0))  # -inf where every logit is
+    _, _, u, columns = locate(tl.where(mask_row, row, 0), offsets_ptr, target_lengths_ptr, utterances, search_steps)
+    has_label = mask_row & (u + 1 < columns)
+    blank_logit = tl.load(logp_blank_ptr + row, mask=mask_row, other=0.0)
+    label_logit = tl.load(logp_label_ptr + row, mask=has_label, other=0.0)
     tl.store(lse_ptr + row, lse, mask=mask_row)
     tl.store(logp_blank_ptr + row, blank_logit - lse, mask=mask_row)
-    tl.store(logp_label_ptr + row, tl.where(label >= 0, label_logit - lse, 0.0), mask=mask_row)
+    tl.store(logp_label_ptr + row, tl.where(has_label, label_logit - lse, 0.0), mask=mask_row)
 
 
 def log_probs_fwd(
@@ -107,201 +137,97 @@ def log_probs_fwd(
     """Score the packed rows first .. first + tile, whose hidden [tile, H padded] is given, into the outputs [N];
     logits [N, V padded], when given, are kept too."""
     config = x.configs.log_probs_fwd
-    log_probs_fwd_kernel[(triton.cdiv(hidden.shape[0], config.block_rows),)](
-        hidden, x.weight, x.bias, x.alignment.targets, x.offsets, x.alignment.target_lengths,
-        logp_blank, logp_label, lse, logits,
-        first, x.utterances, x.search_steps, x.columns - 1, x.alignment.blank, x.padded_features, x.padded_classes,
+    tile, blocks_v = hidden.shape[0], triton.cdiv(x.padded_classes, config.block_v)
+    highest, total = torch.empty((2, blocks_v, tile), dtype=torch.float32, device=hidden.device).unbind(0)
+    log_probs_fwd_kernel[(tile // config.block_rows * blocks_v,)](
+        blocks_of(hidden, config.block_rows, config.block_h), blocks_of(x.weight, config.block_v, config.block_h),
+        x.bias, x.alignment.targets, x.offsets, x.alignment.target_lengths,
+        highest, total, logp_blank, logp_label, logits,
+        first, x.utterances, x.search_steps, x.columns - 1, x.alignment.blank,
+        x.padded_features, x.padded_classes, blocks_v,
         KEEP_LOGITS=logits is not None, PRECISION=precision(hidden.dtype), WIDEN=interpreted_dot(),
         BLOCK_ROWS=config.block_rows, BLOCK_V=config.block_v, BLOCK_H=config.block_h,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
+    rows = x.configs.rows
+    log_probs_combine_kernel[(triton.cdiv(tile, rows.block_rows),)](
+        highest, total, x.offsets, x.alignment.target_lengths,
+        logp_blank, logp_label, lse,
+        first, x.utterances, x.search_steps, blocks_v, tile,
+        BLOCK_ROWS=rows.block_rows, num_warps=rows.num_warps,
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first", "utterances", "search_steps", "labels", "blank"])
+@triton.jit(do_not_specialize=["first", "utterances", "search_steps", "labels", "blank", "blocks_v"])
 def log_probs_bwd_kernel(
-    hidden_ptr, weight_ptr, bias_ptr, targets_ptr, offsets_ptr, target_lengths_ptr,
+    hidden, weight, bias_ptr, targets_ptr, offsets_ptr, target_lengths_ptr,
     row_ptr, count_ptr, logits_ptr, lse_ptr, weight_blank_ptr, weight_label_ptr, scale_ptr,
-    d_logits_ptr,
-    first, utterances, search_steps, labels, blank, clamp, padded_features, padded_classes,
-    CLAMP: tl.constexpr, KEPT_LOGITS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    d_logits, d_bias_ptr,
+    first, utterances, search_steps, labels, blank, clamp, padded_features, padded_classes, blocks_v,
+    CLAMP: tl.constexpr, KEPT_LOGITS: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Owns BLOCK_ROWS live rows x BLOCK_V classes of d_logits; reads kept logits, or hidden and the output layer.
 
-    Rows past the count are written as zeros, so that the weight's gradient needs no mask.
+    Rows past the count are written as zeros, so that the weight's gradient needs no mask.  The block's share of d_bias
+    is added to the running sums of the program's place in the tile, which no other program touches.
     """
+    block_v = tl.program_id(0) % blocks_v
+    block_row = tl.program_id(0) // blocks_v
+    local = block_row * BLOCK_ROWS
+    start = first + local.to(tl.int64)
     count = tl.load(count_ptr)
-    local = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
-    start = first + local
     if start >= count:
         return
-    offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    v = block_v * BLOCK_V
+    offs_v = v + tl.arange(0, BLOCK_V)
     slot = start + tl.arange(0, BLOCK_ROWS)
     mask_row = slot < count
     row = tl.load(row_ptr + tl.where(mask_row, slot, start)).to(tl.int64)
     b, _, u, columns = locate(row, offsets_ptr, target_lengths_ptr, utterances, search_steps)
     label = row_label(b, u, columns, targets_ptr, labels)
-    offs_row = local + tl.arange(0, BLOCK_ROWS)
-    if KEPT_LOGITS:
-        logits = tl.load(logits_ptr + row[:, None] * padded_classes + offs_v[None, :]).to(tl.float32)
-    else:
-        logits = block_logits(
-            hidden_ptr, weight_ptr, bias_ptr, offs_row, offs_v, padded_features,
-            PRECISION, WIDEN, BLOCK_ROWS, BLOCK_V, BLOCK_H,
-        )  # fmt: skip
     lse = tl.load(lse_ptr + row)
     lse = tl.where(lse == float("-inf"), 0.0, lse)
     w_blank = tl.load(weight_blank_ptr + row)
     w_label = tl.load(weight_label_ptr + row)
-    d_logits = (w_blank + w_label)[:, None] * tl.exp(logits - lse[:, None])  # [BLOCK_ROWS, BLOCK_V]
-    d_logits -= tl.where((offs_v == blank)[None, :], w_blank[:, None], 0.0)
-    d_logits -= tl.where(offs_v[None, :] == label[:, None], w_label[:, None], 0.0)
+    scale = tl.where(mask_row, tl.load(scale_ptr + b), 0.0)
+    if KEPT_LOGITS:
+        logits = tl.load(logits_ptr + row[:, None] * padded_classes + offs_v[None, :]).to(tl.float32)
+    else:
+        logits = block_logits(
+            hidden, weight, bias_ptr, local, v, padded_features, PRECISION, WIDEN, BLOCK_ROWS, BLOCK_V, BLOCK_H
+        )
+    gradient = (w_blank + w_label)[:, None] * tl.exp(logits - lse[:, None])  # [BLOCK_ROWS, BLOCK_V]
+    gradient -= tl.where(offs_v[None, :] == label[:, None], w_label[:, None], 0.0)
+    gradient -= tl.where((offs_v == blank)[None, :], w_blank[:, None], 0.0)
     if CLAMP:
-        d_logits = tl.minimum(tl.maximum(d_logits, -clamp), clamp)
-    d_logits = tl.where(mask_row[:, None], d_logits * tl.load(scale_ptr + b)[:, None], 0.0)
-    offs = offs_row[:, None] * padded_classes + offs_v[None, :]
-    tl.store(d_logits_ptr + offs, d_logits.to(d_logits_ptr.dtype.element_ty))
+        gradient = tl.minimum(tl.maximum(gradient, -clamp), clamp)
+    gradient = tl.where(mask_row[:, None], gradient * scale[:, None], 0.0)
+    d_logits.store([local, v], gradient.to(d_logits.dtype))
+    if BIAS:
+        bias_ptrs = d_bias_ptr + block_row.to(tl.int64) * padded_classes + offs_v
+        tl.store(bias_ptrs, tl.load(bias_ptrs) + tl.sum(gradient, axis=0))
 
 
 def log_probs_bwd(
     x: Operands, hidden: Tensor, row: Tensor, count: Tensor, first: int, logits: Tensor | None, lse: Tensor,
-    weight_blank: Tensor, weight_label: Tensor, scale: Tensor, clamp: float, d_logits: Tensor,
+    weight_blank: Tensor, weight_label: Tensor, scale: Tensor, clamp: float, d_logits: Tensor, d_bias: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill d_logits [tile, V padded] for the live rows first .. first + tile.
+    """Fill d_logits [tile, V padded] for the live rows first .. first + tile, and add their sums to d_bias.
 
-    weight_blank, weight_label [N] float32; scale [B] float32, of each utterance's rows.
+    weight_blank, weight_label [N] float32; scale [B] float32, of each utterance's rows;
+    d_bias [blocks of rows in a tile, V padded] float32, or None.
     """
     config = x.configs.log_probs_bwd
-    grid = (triton.cdiv(d_logits.shape[0], config.block_rows), triton.cdiv(x.padded_classes, config.block_v))
-    log_probs_bwd_kernel[grid](
-        hidden, x.weight, x.bias, x.alignment.targets, x.offsets, x.alignment.target_lengths,
+    tile, blocks_v = d_logits.shape[0], triton.cdiv(x.padded_classes, config.block_v)
+    log_probs_bwd_kernel[(tile // config.block_rows * blocks_v,)](
+        blocks_of(hidden, config.block_rows, config.block_h), blocks_of(x.weight, config.block_v, config.block_h),
+        x.bias, x.alignment.targets, x.offsets, x.alignment.target_lengths,
         row, count, logits, lse, weight_blank, weight_label, scale,
-        d_logits,
+        blocks_of(d_logits, config.block_rows, config.block_v), d_bias,
         first, x.utterances, x.search_steps, x.columns - 1, x.alignment.blank, clamp,
-        x.padded_features, x.padded_classes,
-        CLAMP=clamp > 0, KEPT_LOGITS=logits is not None, PRECISION=precision(hidden.dtype), WIDEN=interpreted_dot(),
-        BLOCK_ROWS=config.block_rows, BLOCK_V=config.block_v, BLOCK_H=config.block_h,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["first", "drop_threshold"])
-def hidden_bwd_kernel(
-    d_logits_ptr, weight_ptr, hidden_ptr, row_ptr, count_ptr, seed_ptr,
-    d_pre_ptr,
-    first, padded_features, padded_classes, dropout_p, drop_threshold,
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Owns BLOCK_ROWS live rows x BLOCK_H features of d_pre; reads d_logits rows, a slice of the output layer and
-    the same block of hidden (which d_pre may overwrite)."""
-    count = tl.load(count_ptr)
-    local = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
-    start = first + local
-    if start >= count:
-        return
-    offs_row = local + tl.arange(0, BLOCK_ROWS)
-    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    offs_v = tl.arange(0, BLOCK_V)
-    d_logits_ptrs = d_logits_ptr + offs_row[:, None] * padded_classes + offs_v[None, :]
-    weight_ptrs = weight_ptr + offs_v.to(tl.int64)[:, None] * padded_features + offs_h[None, :]
-    step = BLOCK_V * padded_features.to(tl.int64)
-    d_hidden = tl.zeros([BLOCK_ROWS, BLOCK_H], tl.float32)
-    for _ in range(0, padded_classes, BLOCK_V):
-        d_logits = tl.load(d_logits_ptrs)  # [BLOCK_ROWS, BLOCK_V]
-        weight = tl.load(weight_ptrs)  # [BLOCK_V, BLOCK_H]
-        if WIDEN:
-            d_logits, weight = d_logits.to(tl.float32), weight.to(tl.float32)
-        d_hidden = tl.dot(d_logits, weight, d_hidden, input_precision=PRECISION)
-        d_logits_ptrs += BLOCK_V
-        weight_ptrs += step
-    offs = offs_row[:, None] * padded_features + offs_h[None, :]
-    hidden = tl.load(hidden_ptr + offs).to(tl.float32)
-    if DROPOUT:
-        slot = start + tl.arange(0, BLOCK_ROWS)
-        row = tl.load(row_ptr + tl.where(slot < count, slot, start)).to(tl.int64)
-        keep = keep_mask(seed_ptr, row, offs_h, drop_threshold)
-        slope = activation_slope(hidden * (1 - dropout_p), ACTIVATION)
-        d_pre = tl.where(keep, d_hidden * slope / (1 - dropout_p), 0.0)
-    else:
-        d_pre = d_hidden * activation_slope(hidden, ACTIVATION)
-    tl.store(d_pre_ptr + offs, d_pre.to(d_pre_ptr.dtype.element_ty))
-
-
-def hidden_bwd(x: Operands, d_logits: Tensor, hidden: Tensor, row: Tensor, count: Tensor, first: int) -> Tensor:
-    """d_pre [tile, H padded] of the live rows first .. first + tile, written over hidden."""
-    config = x.configs.hidden_bwd
-    grid = (triton.cdiv(hidden.shape[0], config.block_rows), triton.cdiv(x.padded_features, config.block_h))
-    hidden_bwd_kernel[grid](
-        d_logits, x.weight, hidden, row, count, x.seed,
-        hidden,
-        first, x.padded_features, x.padded_classes, x.dropout_p, x.drop_threshold,
-        ACTIVATION=x.activation, DROPOUT=x.dropout_p > 0, PRECISION=precision(hidden.dtype), WIDEN=interpreted_dot(),
-        BLOCK_ROWS=config.block_rows, BLOCK_V=config.block_v, BLOCK_H=config.block_h,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
-    return hidden
-
-
-@triton.jit(do_not_specialize=["first", "tile"])
-def weight_bwd_kernel(
-    d_logits_ptr, hidden_ptr, count_ptr,
-    d_weight_ptr, d_bias_ptr,
-    first, tile, padded_features, padded_classes,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Owns BLOCK_V classes x BLOCK_H features of one share's running d_weight; adds its share of the tile's rows.
-
-    Share s of S takes every S-th block of rows and has its own sums, so that enough programs run without atomics.
-    The programs of the first features add the share's d_bias as well.
-    """
-    last = tl.minimum(tile, tl.load(count_ptr) - first)
-    share = tl.program_id(2)
-    begin = share.to(tl.int64) * BLOCK_ROWS
-    if begin >= last:
-        return
-    offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    d_weight = tl.zeros([BLOCK_V, BLOCK_H], tl.float32)
-    d_bias = tl.zeros([BLOCK_V], tl.float32)
-    for r in range(begin, last, BLOCK_ROWS * tl.num_programs(2)):
-        offs_row = r + tl.arange(0, BLOCK_ROWS)
-        d_logits = tl.load(d_logits_ptr + offs_row[None, :] * padded_classes + offs_v[:, None])  # [BLOCK_V, BLOCK_ROWS]
-        hidden = tl.load(hidden_ptr + offs_row[:, None] * padded_features + offs_h[None, :])  # [BLOCK_ROWS, BLOCK_H]
-        if WIDEN:
-            d_logits, hidden = d_logits.to(tl.float32), hidden.to(tl.float32)
-        d_weight = tl.dot(d_logits, hidden, d_weight, input_precision=PRECISION)
-        d_bias += tl.sum(d_logits.to(tl.float32), axis=1)
-    offs_class = share.to(tl.int64) * padded_classes + offs_v
-    weight_ptrs = d_weight_ptr + offs_class[:, None] * padded_features + offs_h[None, :]
-    tl.store(weight_ptrs, tl.load(weight_ptrs) + d_weight)
-    if tl.program_id(1) == 0:
-        bias_ptrs = d_bias_ptr + offs_class
-        tl.store(bias_ptrs, tl.load(bias_ptrs) + d_bias)
-
-
-def weight_shares(x: Operands) -> int:
-    """How many shares of rows the weight's gradient is summed in: enough to fill a large chip with programs."""
-    config = x.configs.weight_bwd
-    blocks = triton.cdiv(x.padded_classes, config.block_v) * triton.cdiv(x.padded_features, config.block_h)
-    return max(1, 128 // blocks)
-
-
-def weight_bwd(
-    x: Operands, d_logits: Tensor, hidden: Tensor, count: Tensor, first: int, d_weight: Tensor, d_bias: Tensor
-) -> None:
-    """Add the tile's share sums to d_weight [shares, V padded, H padded] and d_bias [shares, V padded], float32."""
-    config = x.configs.weight_bwd
-    grid = (
-        triton.cdiv(x.padded_classes, config.block_v),
-        triton.cdiv(x.padded_features, config.block_h),
-        d_weight.shape[0],
-    )
-    weight_bwd_kernel[grid](
-        d_logits, hidden, count,
-        d_weight, d_bias,
-        first, hidden.shape[0], x.padded_features, x.padded_classes,
+        x.padded_features, x.padded_classes, blocks_v,
+        CLAMP=clamp > 0, KEPT_LOGITS=logits is not None, BIAS=d_bias is not None,
         PRECISION=precision(hidden.dtype), WIDEN=interpreted_dot(),
         BLOCK_ROWS=config.block_rows, BLOCK_V=config.block_v, BLOCK_H=config.block_h,
         num_warps=config.num_warps, num_stages=config.num_stages,

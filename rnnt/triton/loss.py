@@ -25,11 +25,12 @@ from rnnt.triton.config import ceil_to, configs
 from rnnt.triton.joint import joint_bwd_encoder, joint_bwd_predictor, joint_fwd
 from rnnt.triton.lattice import losses_and_occupancies
 from rnnt.triton.live_rows import live_rows
-from rnnt.triton.log_probs import hidden_bwd, log_probs_bwd, log_probs_fwd, weight_bwd, weight_shares
+from rnnt.triton.log_probs import log_probs_bwd, log_probs_fwd
 from rnnt.triton.operands import Operands, padded_layer
+from rnnt.triton.output_layer import hidden_bwd, weight_bwd, weight_shares
 from rnnt.triton.packing import pack, unpack
 
-WORKSPACE = 128 * 2**20  # bytes of one tile's hidden and d_logits
+WORKSPACE = 64 * 2**20  # bytes of one tile's hidden and d_logits
 
 
 def joint_loss(problem: JointProblem) -> Tensor:
@@ -57,14 +58,16 @@ def _joint_arguments(problem: JointProblem) -> tuple[Any, ...]:
     dtype = problem.compute_dtype
     sizes = configs(dtype)
     classes, features = problem.linear_weight.shape
-    row_bytes = (ceil_to(features, sizes.pad_h) + ceil_to(classes, sizes.pad_v)) * dtype.itemsize
-    tile = ceil_to(tile_size(problem.tile_rows, row_bytes, WORKSPACE), sizes.pad_rows)
+    hidden_bytes = ceil_to(features, sizes.pad_h) * dtype.itemsize
+    logits_bytes = ceil_to(classes, sizes.pad_v) * dtype.itemsize
+    tile_fwd = ceil_to(tile_size(problem.tile_rows, hidden_bytes, WORKSPACE), sizes.pad_rows)
+    tile_bwd = ceil_to(tile_size(problem.tile_rows, hidden_bytes + logits_bytes, WORKSPACE), sizes.pad_rows)
     alignment = problem.alignment
     return (
         problem.encoder, problem.predictor, problem.linear_weight, problem.linear_bias,
         alignment.targets, alignment.encoder_lengths, alignment.target_lengths, problem.seed,
         alignment.blank, alignment.rows, problem.activation, problem.dropout_p,
-        tile, problem.tile_rows is None, dtype,
+        tile_fwd, tile_bwd, problem.tile_rows is None, dtype,
     )  # fmt: skip
 
 
@@ -102,7 +105,8 @@ def _score(x: Operands, tile: int, keep_logits: bool) -> tuple[Tensor, Tensor, T
 def joint_loss_operator(
     encoder: Tensor, predictor: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
     targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
-    blank: int, rows: int, activation: str, dropout_p: float, tile: int, untiled: bool, dtype: torch.dtype,
+    blank: int, rows: int, activation: str, dropout_p: float,
+    tile_fwd: int, tile_bwd: int, untiled: bool, dtype: torch.dtype,
     fastemit_lambda: float, clamp: float, occupancy_threshold: float, with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """losses [B]; for the backward pass occupancy_blank, occupancy_label, lse [rows] and, untiled, logits."""
@@ -110,7 +114,7 @@ def joint_loss_operator(
         encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
         blank, rows, activation, dropout_p, dtype,
     )  # fmt: skip
-    logp_blank, logp_label, lse, logits = _score(x, tile, untiled and with_gradient)
+    logp_blank, logp_label, lse, logits = _score(x, tile_fwd, untiled and with_gradient)
     losses, occupancy_blank, occupancy_label = losses_and_occupancies(
         logp_blank, logp_label, x.offsets, encoder_lengths, target_lengths, x.columns, with_gradient
     )
@@ -120,7 +124,7 @@ def joint_loss_operator(
 @joint_loss_operator.register_fake
 def _(
     encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
-    blank, rows, activation, dropout_p, tile, untiled, dtype,
+    blank, rows, activation, dropout_p, tile_fwd, tile_bwd, untiled, dtype,
     fastemit_lambda, clamp, occupancy_threshold, with_gradient,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     kept = rows if with_gradient else 0
@@ -138,14 +142,15 @@ def _(
 def joint_log_probs_operator(
     encoder: Tensor, predictor: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
     targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
-    blank: int, rows: int, activation: str, dropout_p: float, tile: int, untiled: bool, dtype: torch.dtype,
+    blank: int, rows: int, activation: str, dropout_p: float,
+    tile_fwd: int, tile_bwd: int, untiled: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """logp_blank [B, T, U1], logp_label [B, T, U]; for the backward pass lse [rows] and, untiled, logits."""
     x = _operands(
         encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
         blank, rows, activation, dropout_p, dtype,
     )  # fmt: skip
-    logp_blank, logp_label, lse, logits = _score(x, tile, untiled)
+    logp_blank, logp_label, lse, logits = _score(x, tile_fwd, untiled)
     dense_blank = unpack(logp_blank, x.alignment)
     dense_label = unpack(logp_label, x.alignment)[:, :, :-1].contiguous()
     return dense_blank, dense_label, lse, logits
@@ -154,7 +159,7 @@ def joint_log_probs_operator(
 @joint_log_probs_operator.register_fake
 def _(
     encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
-    blank, rows, activation, dropout_p, tile, untiled, dtype,
+    blank, rows, activation, dropout_p, tile_fwd, tile_bwd, untiled, dtype,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     utterances, frames, _ = encoder.shape
     columns = predictor.shape[1]
@@ -171,7 +176,8 @@ def _(
 def joint_bwd_operator(
     encoder: Tensor, predictor: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
     targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
-    blank: int, rows: int, activation: str, dropout_p: float, tile: int, untiled: bool, dtype: torch.dtype,
+    blank: int, rows: int, activation: str, dropout_p: float,
+    tile_fwd: int, tile_bwd: int, untiled: bool, dtype: torch.dtype,
     weight_blank: Tensor, weight_label: Tensor, lse: Tensor, logits: Tensor, upstream: Tensor,
     fastemit_lambda: float, clamp: float, occupancy_threshold: float, needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -188,30 +194,33 @@ def joint_bwd_operator(
     float32, device = torch.float32, encoder.device
     d_encoder = torch.zeros(encoder.shape if need_encoder else (0,), dtype=float32, device=device)
     d_predictor = torch.zeros(predictor.shape if need_predictor else (0,), dtype=float32, device=device)
-    shares = weight_shares(x) if need_weight or need_bias else 0
+    tile = min(tile_bwd, ceil_to(rows, x.configs.pad_rows))
+    shares = weight_shares(x) if need_weight else 0
     d_weight = torch.zeros((shares, *x.weight.shape), dtype=float32, device=device)
-    d_bias = torch.zeros((shares, x.padded_classes), dtype=float32, device=device)
+    bias_shares = tile // x.configs.log_probs_bwd.block_rows if need_bias else 0
+    d_bias = torch.zeros((bias_shares, x.padded_classes), dtype=float32, device=device)
 
     largest = upstream.abs().amax()
     unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - (12 if dtype == torch.float16 else 0))
     row, slot, count = live_rows(weight_blank, weight_label, occupancy_threshold)
-    weight_label = weight_label * (1 + fastemit_lambda)
+    scale = upstream / unit
+    if fastemit_lambda > 0:
+        weight_label = weight_label * (1 + fastemit_lambda)
 
-    tile = min(tile, ceil_to(rows, x.configs.pad_rows))
     hidden = torch.empty((tile, x.padded_features), dtype=dtype, device=device)
     d_logits = torch.empty((tile, x.padded_classes), dtype=dtype, device=device)
     for first in range(0, rows, tile):
         joint_fwd(x, row, count, first, hidden)
         log_probs_bwd(
             x, hidden, row, count, first, logits if untiled else None, lse,
-            weight_blank, weight_label, upstream / unit, clamp, d_logits,
+            weight_blank, weight_label, scale, clamp, d_logits, d_bias if need_bias else None,
         )  # fmt: skip
-        if shares:
-            weight_bwd(x, d_logits, hidden, count, first, d_weight, d_bias)
+        if need_weight:
+            weight_bwd(x, d_logits, hidden, count, first, d_weight)
         if need_encoder or need_predictor:
             d_pre = hidden_bwd(x, d_logits, hidden, row, count, first)
             if need_encoder:
-                joint_bwd_encoder(x, d_pre, slot, count, first, d_encoder)
+                joint_bwd_encoder(x, d_pre, row, slot, count, first, d_encoder)
             if need_predictor:
                 joint_bwd_predictor(x, d_pre, row, slot, count, first, d_predictor)
 
@@ -230,7 +239,7 @@ def joint_bwd_operator(
 @joint_bwd_operator.register_fake
 def _(
     encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
-    blank, rows, activation, dropout_p, tile, untiled, dtype,
+    blank, rows, activation, dropout_p, tile_fwd, tile_bwd, untiled, dtype,
     weight_blank, weight_label, lse, logits, upstream, fastemit_lambda, clamp, occupancy_threshold, needed,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     bias = linear_weight.new_empty(linear_weight.shape[0]) if linear_bias is None else linear_bias
@@ -242,7 +251,7 @@ def _(
 
 
 def _joint_context(ctx: Any, inputs: tuple[Any, ...], lse: Tensor, logits: Tensor, *occupancies: Tensor) -> None:
-    tensors, ctx.numbers = inputs[:8], inputs[8:15]
+    tensors, ctx.numbers = inputs[:8], inputs[8:16]
     ctx.save_for_backward(*tensors, lse, logits, *occupancies)
     ctx.set_materialize_grads(False)
 
@@ -265,14 +274,14 @@ def _joint_loss_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
     _, occupancy_blank, occupancy_label, lse, logits = output
     ctx.mark_non_differentiable(occupancy_blank, occupancy_label, lse, logits)
     _joint_context(ctx, inputs, lse, logits, occupancy_blank, occupancy_label)
-    ctx.options = inputs[15:18]
+    ctx.options = inputs[16:19]
 
 
 def _joint_loss_backward(ctx: Any, d_losses: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if d_losses is None:
-        return (None,) * 19
+        return (None,) * 20
     occupancy_blank, occupancy_label = ctx.saved_tensors[10:]
-    return *_joint_backward(ctx, occupancy_blank, occupancy_label, d_losses, *ctx.options), *(None,) * 15
+    return *_joint_backward(ctx, occupancy_blank, occupancy_label, d_losses, *ctx.options), *(None,) * 16
 
 
 joint_loss_operator.register_autograd(_joint_loss_backward, setup_context=_joint_loss_context)
@@ -286,7 +295,7 @@ def _joint_log_probs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Te
 
 def _joint_log_probs_backward(ctx: Any, d_blank: Tensor | None, d_label: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if d_blank is None and d_label is None:
-        return (None,) * 15
+        return (None,) * 16
     encoder, predictor, _, _, targets, encoder_lengths, target_lengths, _ = ctx.saved_tensors[:8]
     blank, rows = ctx.numbers[:2]
     alignment = Alignment(targets, encoder_lengths, target_lengths, blank, encoder.shape[1], rows)
@@ -295,7 +304,7 @@ def _joint_log_probs_backward(ctx: Any, d_blank: Tensor | None, d_label: Tensor 
     d_label = encoder.new_zeros((*shape[:2], shape[2] - 1), dtype=torch.float32) if d_label is None else d_label
     weight_blank, weight_label = pack(-d_blank, -d_label, alignment)
     upstream = encoder.new_ones(shape[0], dtype=torch.float32)
-    return *_joint_backward(ctx, weight_blank, weight_label, upstream, 0.0, 0.0, 0.0), *(None,) * 11
+    return *_joint_backward(ctx, weight_blank, weight_label, upstream, 0.0, 0.0, 0.0), *(None,) * 12
 
 
 joint_log_probs_operator.register_autograd(_joint_log_probs_backward, setup_context=_joint_log_probs_context)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rnnt.dropout import drop_threshold
 from rnnt.problem import Alignment
@@ -63,6 +64,12 @@ class Operands(NamedTuple):
     @property
     def configs(self) -> Configs:
         return configs(self.weight.dtype)
+
+
+def blocks_of(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """x [M, N] to be read or written in blocks [rows, columns]: by the copy engine where the chip has one (Triton turns
+    descriptors into plain pointers elsewhere)."""
+    return TensorDescriptor.from_tensor(x, [rows, columns])
 
 
 def padded_layer(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
