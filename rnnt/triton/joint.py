@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rnnt.dropout import GOLDEN, MULTIPLY_1, MULTIPLY_2, SECOND_KEY
+from rnnt.triton.launch import TileLaunch
 from rnnt.triton.operands import Operands
 
 _GOLDEN: tl.constexpr = tl.constexpr(GOLDEN)
@@ -94,11 +95,12 @@ def activation_slope(y, ACTIVATION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "utterances", "search_steps", "features", "drop_threshold"])
 def joint_fwd_kernel(
+    first: tl.int64,
     encoder_ptr, predictor_ptr, row_ptr, count_ptr, offsets_ptr, target_lengths_ptr, seed_ptr,
     hidden_ptr,
     encoder_stride_b, encoder_stride_t, encoder_stride_h,
     predictor_stride_b, predictor_stride_u, predictor_stride_h,
-    first, utterances, search_steps, features, padded_features, dropout_p, drop_threshold,
+    utterances, search_steps, features, padded_features, dropout_p, drop_threshold,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GATHER: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -134,14 +136,15 @@ def joint_fwd_kernel(
         tl.store(hidden_ptr + offs_row[:, None] + offs_h[None, :], hidden.to(hidden_ptr.dtype.element_ty))
 
 
-def joint_fwd(x: Operands, row: Tensor | None, count: Tensor, first: int, hidden: Tensor) -> None:
+def joint_fwd(x: Operands, row: Tensor | None, count: Tensor, hidden: Tensor) -> TileLaunch:
     """Fill hidden [tile, H padded] for the rows first, first + 1, ... below the count."""
     config = x.configs.joint_fwd
-    joint_fwd_kernel[(hidden.shape[0] // config.block_rows,)](
+    return TileLaunch(
+        joint_fwd_kernel, (hidden.shape[0] // config.block_rows,),
         x.encoder, x.predictor, row, count, x.offsets, x.alignment.target_lengths, x.seed,
         hidden,
         *x.encoder.stride(), *x.predictor.stride(),
-        first, x.utterances, x.search_steps, x.features, x.padded_features, x.dropout_p, x.drop_threshold,
+        x.utterances, x.search_steps, x.features, x.padded_features, x.dropout_p, x.drop_threshold,
         ACTIVATION=x.activation, DROPOUT=x.dropout_p > 0, GATHER=row is not None,
         BLOCK_ROWS=config.block_rows, BLOCK_H=config.block_h, num_warps=config.num_warps,
     )  # fmt: skip
@@ -149,9 +152,10 @@ def joint_fwd(x: Operands, row: Tensor | None, count: Tensor, first: int, hidden
 
 @triton.jit(do_not_specialize=["first", "tile", "utterances", "search_steps", "frames", "features"])
 def joint_bwd_encoder_kernel(
+    first: tl.int64,
     d_pre_ptr, row_ptr, slot_ptr, count_ptr, offsets_ptr, target_lengths_ptr,
     d_encoder_ptr,
-    first, tile, utterances, search_steps, frames, features, padded_features,
+    tile, utterances, search_steps, frames, features, padded_features,
     BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Owns BLOCK_H features of every P-th frame (P programs) that has live rows in the tile; adds them to d_encoder."""
@@ -187,24 +191,26 @@ def joint_bwd_encoder_kernel(
 
 
 def joint_bwd_encoder(
-    x: Operands, d_pre: Tensor, row: Tensor, slot: Tensor, count: Tensor, first: int, d_encoder: Tensor
-) -> None:
+    x: Operands, d_pre: Tensor, row: Tensor, slot: Tensor, count: Tensor, d_encoder: Tensor
+) -> TileLaunch:
     """Add the tile's d_pre [tile, H padded] to d_encoder [B, T, H] float32."""
     config = x.configs.sums
     grid = (min(x.utterances * x.frames, config.programs), triton.cdiv(x.features, config.block_h))
-    joint_bwd_encoder_kernel[grid](
+    return TileLaunch(
+        joint_bwd_encoder_kernel, grid,
         d_pre, row, slot, count, x.offsets, x.alignment.target_lengths,
         d_encoder,
-        first, d_pre.shape[0], x.utterances, x.search_steps, x.frames, x.features, x.padded_features,
+        d_pre.shape[0], x.utterances, x.search_steps, x.frames, x.features, x.padded_features,
         BLOCK_ROWS=config.block_rows, BLOCK_H=config.block_h, num_warps=config.num_warps,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first", "tile", "state_columns", "features"])
 def joint_bwd_predictor_kernel(
+    first: tl.int64,
     d_pre_ptr, row_ptr, slot_ptr, count_ptr, offsets_ptr, target_lengths_ptr,
     d_predictor_ptr,
-    first, tile, state_columns, features, padded_features,
+    tile, state_columns, features, padded_features,
     BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Owns one state x BLOCK_H features of d_predictor; adds its live rows that lie in the tile, BLOCK_ROWS frames
@@ -240,14 +246,15 @@ def joint_bwd_predictor_kernel(
 
 
 def joint_bwd_predictor(
-    x: Operands, d_pre: Tensor, row: Tensor, slot: Tensor, count: Tensor, first: int, d_predictor: Tensor
-) -> None:
+    x: Operands, d_pre: Tensor, row: Tensor, slot: Tensor, count: Tensor, d_predictor: Tensor
+) -> TileLaunch:
     """Add the tile's d_pre [tile, H padded] to d_predictor [B, U1, H] float32."""
     config = x.configs.sums
     grid = (x.utterances * x.columns, triton.cdiv(x.features, config.block_h))
-    joint_bwd_predictor_kernel[grid](
+    return TileLaunch(
+        joint_bwd_predictor_kernel, grid,
         d_pre, row, slot, count, x.offsets, x.alignment.target_lengths,
         d_predictor,
-        first, d_pre.shape[0], x.columns, x.features, x.padded_features,
+        d_pre.shape[0], x.columns, x.features, x.padded_features,
         BLOCK_ROWS=config.block_rows, BLOCK_H=config.block_h, num_warps=config.num_warps,
     )  # fmt: skip

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rnnt.triton.config import interpreted_dot, precision
 from rnnt.triton.joint import locate
+from rnnt.triton.launch import TileLaunch
 from rnnt.triton.operands import Operands, blocks_of
 
 
@@ -54,9 +55,10 @@ def block_logits(
 
 @triton.jit(do_not_specialize=["first", "utterances", "search_steps", "labels", "blank", "blocks_v"])
 def log_probs_fwd_kernel(
+    first: tl.int64,
     hidden, weight, bias_ptr, targets_ptr, offsets_ptr, target_lengths_ptr,
     highest_ptr, total_ptr, logp_blank_ptr, logp_label_ptr, logits_ptr,
-    first, utterances, search_steps, labels, blank, padded_features, padded_classes, blocks_v,
+    utterances, search_steps, labels, blank, padded_features, padded_classes, blocks_v,
     KEEP_LOGITS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -99,9 +101,10 @@ def log_probs_fwd_kernel(
 
 @triton.jit(do_not_specialize=["first", "utterances", "search_steps", "blocks_v", "tile"])
 def log_probs_combine_kernel(
+    first: tl.int64,
     highest_ptr, total_ptr, offsets_ptr, target_lengths_ptr,
     logp_blank_ptr, logp_label_ptr, lse_ptr,
-    first, utterances, search_steps, blocks_v, tile,
+    utterances, search_steps, blocks_v, tile,
     BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Owns BLOCK_ROWS packed rows; reads the maxima and sums of their class blocks; writes their log-sum-exp and turns
@@ -131,39 +134,42 @@ def log_probs_combine_kernel(
 
 
 def log_probs_fwd(
-    x: Operands, hidden: Tensor, first: int,
-    logp_blank: Tensor, logp_label: Tensor, lse: Tensor, logits: Tensor | None,
-) -> None:  # fmt: skip
+    x: Operands, hidden: Tensor, logp_blank: Tensor, logp_label: Tensor, lse: Tensor, logits: Tensor | None
+) -> list[TileLaunch]:  # fmt: skip
     """Score the packed rows first .. first + tile, whose hidden [tile, H padded] is given, into the outputs [N];
     logits [N, V padded], when given, are kept too."""
     config = x.configs.log_probs_fwd
     tile, blocks_v = hidden.shape[0], triton.cdiv(x.padded_classes, config.block_v)
     highest, total = torch.empty((2, blocks_v, tile), dtype=torch.float32, device=hidden.device).unbind(0)
-    log_probs_fwd_kernel[(tile // config.block_rows * blocks_v,)](
+    score = TileLaunch(
+        log_probs_fwd_kernel, (tile // config.block_rows * blocks_v,),
         blocks_of(hidden, config.block_rows, config.block_h), blocks_of(x.weight, config.block_v, config.block_h),
         x.bias, x.alignment.targets, x.offsets, x.alignment.target_lengths,
         highest, total, logp_blank, logp_label, logits,
-        first, x.utterances, x.search_steps, x.columns - 1, x.alignment.blank,
+        x.utterances, x.search_steps, x.columns - 1, x.alignment.blank,
         x.padded_features, x.padded_classes, blocks_v,
         KEEP_LOGITS=logits is not None, PRECISION=precision(hidden.dtype), WIDEN=interpreted_dot(),
         BLOCK_ROWS=config.block_rows, BLOCK_V=config.block_v, BLOCK_H=config.block_h,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     rows = x.configs.rows
-    log_probs_combine_kernel[(triton.cdiv(tile, rows.block_rows),)](
+    combine = TileLaunch(
+        log_probs_combine_kernel, (triton.cdiv(tile, rows.block_rows),),
         highest, total, x.offsets, x.alignment.target_lengths,
         logp_blank, logp_label, lse,
-        first, x.utterances, x.search_steps, blocks_v, tile,
+        x.utterances, x.search_steps, blocks_v, tile,
         BLOCK_ROWS=rows.block_rows, num_warps=rows.num_warps,
     )  # fmt: skip
+    return [score, combine]
 
 
 @triton.jit(do_not_specialize=["first", "utterances", "search_steps", "labels", "blank", "blocks_v"])
 def log_probs_bwd_kernel(
+    first: tl.int64,
     hidden, weight, bias_ptr, targets_ptr, offsets_ptr, target_lengths_ptr,
     row_ptr, count_ptr, logits_ptr, lse_ptr, weight_blank_ptr, weight_label_ptr, scale_ptr,
     d_logits, d_bias_ptr,
-    first, utterances, search_steps, labels, blank, clamp, padded_features, padded_classes, blocks_v,
+    utterances, search_steps, labels, blank, clamp, padded_features, padded_classes, blocks_v,
     CLAMP: tl.constexpr, KEPT_LOGITS: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -210,9 +216,9 @@ def log_probs_bwd_kernel(
 
 
 def log_probs_bwd(
-    x: Operands, hidden: Tensor, row: Tensor, count: Tensor, first: int, logits: Tensor | None, lse: Tensor,
+    x: Operands, hidden: Tensor, row: Tensor, count: Tensor, logits: Tensor | None, lse: Tensor,
     weight_blank: Tensor, weight_label: Tensor, scale: Tensor, clamp: float, d_logits: Tensor, d_bias: Tensor | None,
-) -> None:  # fmt: skip
+) -> TileLaunch:  # fmt: skip
     """Fill d_logits [tile, V padded] for the live rows first .. first + tile, and add their sums to d_bias.
 
     weight_blank, weight_label [N] float32; scale [B] float32, of each utterance's rows;
@@ -220,12 +226,13 @@ def log_probs_bwd(
     """
     config = x.configs.log_probs_bwd
     tile, blocks_v = d_logits.shape[0], triton.cdiv(x.padded_classes, config.block_v)
-    log_probs_bwd_kernel[(tile // config.block_rows * blocks_v,)](
+    return TileLaunch(
+        log_probs_bwd_kernel, (tile // config.block_rows * blocks_v,),
         blocks_of(hidden, config.block_rows, config.block_h), blocks_of(x.weight, config.block_v, config.block_h),
         x.bias, x.alignment.targets, x.offsets, x.alignment.target_lengths,
         row, count, logits, lse, weight_blank, weight_label, scale,
         blocks_of(d_logits, config.block_rows, config.block_v), d_bias,
-        first, x.utterances, x.search_steps, x.columns - 1, x.alignment.blank, clamp,
+        x.utterances, x.search_steps, x.columns - 1, x.alignment.blank, clamp,
         x.padded_features, x.padded_classes, blocks_v,
         CLAMP=clamp > 0, KEPT_LOGITS=logits is not None, BIAS=d_bias is not None,
         PRECISION=precision(hidden.dtype), WIDEN=interpreted_dot(),

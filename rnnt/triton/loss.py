@@ -95,9 +95,13 @@ def _score(x: Operands, tile: int, keep_logits: bool) -> tuple[Tensor, Tensor, T
     logits = torch.empty((rows if keep_logits else 0, x.padded_classes), dtype=dtype, device=device)
     tile = min(tile, ceil_to(rows, x.configs.pad_rows))
     hidden = torch.empty((tile, x.padded_features), dtype=dtype, device=device)
+    steps = [
+        joint_fwd(x, None, x.offsets[-1:], hidden),
+        *log_probs_fwd(x, hidden, logp_blank, logp_label, lse, logits if keep_logits else None),
+    ]
     for first in range(0, rows, tile):
-        joint_fwd(x, None, x.offsets[-1:], first, hidden)
-        log_probs_fwd(x, hidden, first, logp_blank, logp_label, lse, logits if keep_logits else None)
+        for step in steps:
+            step(first)
     return logp_blank, logp_label, lse, logits
 
 
@@ -209,20 +213,24 @@ def joint_bwd_operator(
 
     hidden = torch.empty((tile, x.padded_features), dtype=dtype, device=device)
     d_logits = torch.empty((tile, x.padded_classes), dtype=dtype, device=device)
-    for first in range(0, rows, tile):
-        joint_fwd(x, row, count, first, hidden)
+    steps = [
+        joint_fwd(x, row, count, hidden),
         log_probs_bwd(
-            x, hidden, row, count, first, logits if untiled else None, lse,
+            x, hidden, row, count, logits if untiled else None, lse,
             weight_blank, weight_label, scale, clamp, d_logits, d_bias if need_bias else None,
-        )  # fmt: skip
-        if need_weight:
-            weight_bwd(x, d_logits, hidden, count, first, d_weight)
-        if need_encoder or need_predictor:
-            d_pre = hidden_bwd(x, d_logits, hidden, row, count, first)
-            if need_encoder:
-                joint_bwd_encoder(x, d_pre, row, slot, count, first, d_encoder)
-            if need_predictor:
-                joint_bwd_predictor(x, d_pre, row, slot, count, first, d_predictor)
+        ),
+    ]  # fmt: skip
+    if need_weight:
+        steps.append(weight_bwd(x, d_logits, hidden, count, d_weight))
+    if need_encoder or need_predictor:
+        steps.append(hidden_bwd(x, d_logits, hidden, row, count))  # hidden is d_pre from here on
+    if need_encoder:
+        steps.append(joint_bwd_encoder(x, hidden, row, slot, count, d_encoder))
+    if need_predictor:
+        steps.append(joint_bwd_predictor(x, hidden, row, slot, count, d_predictor))
+    for first in range(0, rows, tile):
+        for step in steps:
+            step(first)
 
     classes, features = linear_weight.shape
     d_weight = d_weight.sum(0)[:classes, :features] if need_weight else d_weight[:0].flatten()

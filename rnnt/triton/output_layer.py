@@ -14,14 +14,16 @@ from torch import Tensor
 
 from rnnt.triton.config import interpreted_dot, precision
 from rnnt.triton.joint import activation_slope, keep_mask
+from rnnt.triton.launch import TileLaunch
 from rnnt.triton.operands import Operands, blocks_of
 
 
 @triton.jit(do_not_specialize=["first", "drop_threshold", "blocks_h"])
 def hidden_bwd_kernel(
+    first: tl.int64,
     d_logits, weight, hidden, row_ptr, count_ptr, seed_ptr,
     d_pre,
-    first, padded_classes, blocks_h, dropout_p, drop_threshold,
+    padded_classes, blocks_h, dropout_p, drop_threshold,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -53,28 +55,29 @@ def hidden_bwd_kernel(
     d_pre.store([local, h], gradient.to(d_pre.dtype))
 
 
-def hidden_bwd(x: Operands, d_logits: Tensor, hidden: Tensor, row: Tensor, count: Tensor, first: int) -> Tensor:
-    """d_pre [tile, H padded] of the live rows first .. first + tile, written over hidden."""
+def hidden_bwd(x: Operands, d_logits: Tensor, hidden: Tensor, row: Tensor, count: Tensor) -> TileLaunch:
+    """Turn hidden [tile, H padded] of the live rows first .. first + tile into their d_pre, in place."""
     config = x.configs.hidden_bwd
     tile, blocks_h = hidden.shape[0], triton.cdiv(x.padded_features, config.block_h)
     hidden_blocks = blocks_of(hidden, config.block_rows, config.block_h)
-    hidden_bwd_kernel[(tile // config.block_rows * blocks_h,)](
+    return TileLaunch(
+        hidden_bwd_kernel, (tile // config.block_rows * blocks_h,),
         blocks_of(d_logits, config.block_rows, config.block_v), blocks_of(x.weight, config.block_v, config.block_h),
         hidden_blocks, row, count, x.seed,
         hidden_blocks,
-        first, x.padded_classes, blocks_h, x.dropout_p, x.drop_threshold,
+        x.padded_classes, blocks_h, x.dropout_p, x.drop_threshold,
         ACTIVATION=x.activation, DROPOUT=x.dropout_p > 0, PRECISION=precision(hidden.dtype), WIDEN=interpreted_dot(),
         BLOCK_ROWS=config.block_rows, BLOCK_V=config.block_v, BLOCK_H=config.block_h,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    return hidden
 
 
 @triton.jit(do_not_specialize=["first", "tile"])
 def weight_bwd_kernel(
+    first: tl.int64,
     d_logits, hidden, count_ptr,
     d_weight_ptr,
-    first, tile, padded_features, padded_classes,
+    tile, padded_features, padded_classes,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -108,7 +111,7 @@ def weight_shares(x: Operands) -> int:
     return max(1, x.configs.weight_programs // blocks)
 
 
-def weight_bwd(x: Operands, d_logits: Tensor, hidden: Tensor, count: Tensor, first: int, d_weight: Tensor) -> None:
+def weight_bwd(x: Operands, d_logits: Tensor, hidden: Tensor, count: Tensor, d_weight: Tensor) -> TileLaunch:
     """Add the tile's share sums to d_weight [shares, V padded, H padded] float32."""
     config = x.configs.weight_bwd
     grid = (
@@ -116,11 +119,12 @@ def weight_bwd(x: Operands, d_logits: Tensor, hidden: Tensor, count: Tensor, fir
         triton.cdiv(x.padded_features, config.block_h),
         d_weight.shape[0],
     )
-    weight_bwd_kernel[grid](
+    return TileLaunch(
+        weight_bwd_kernel, grid,
         blocks_of(d_logits, config.block_rows, config.block_v), blocks_of(hidden, config.block_rows, config.block_h),
         count,
         d_weight,
-        first, hidden.shape[0], x.padded_features, x.padded_classes,
+        hidden.shape[0], x.padded_features, x.padded_classes,
         PRECISION=precision(hidden.dtype), WIDEN=interpreted_dot(),
         BLOCK_ROWS=config.block_rows, BLOCK_V=config.block_v, BLOCK_H=config.block_h,
         num_warps=config.num_warps, num_stages=config.num_stages,
