@@ -5,13 +5,12 @@ not depend on the lengths of a batch: tiles keep one static shape through a whol
 Before: layout.py.  After: a backend's loss.py.
 """
 
-SMALLEST_TILE = 256
+GRANULE = 256
 
 
 def tile_size(tile_rows: int | str | None, bytes_per_row: int, workspace: int) -> int:
-    """Rows of a tile: as asked for, or ("auto", and None, where only scratch space is tiled) the largest power of two
-    whose rows fit the workspace in bytes."""
+    """Rows of a tile: as asked for, or ("auto", and None, where only scratch space is tiled) the largest multiple of
+    GRANULE, but at least one, that fits the workspace in bytes."""
     if isinstance(tile_rows, int):
         return tile_rows
-    rows = max(workspace // bytes_per_row, SMALLEST_TILE)
-    return 1 << (rows.bit_length() - 1)
+    return max(workspace // bytes_per_row // GRANULE, 1) * GRANULE

@@ -205,44 +205,46 @@ def joint_bwd_encoder(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first", "tile", "state_columns", "features"])
+@triton.jit(do_not_specialize=["first", "tile", "utterances", "search_steps", "state_columns", "features"])
 def joint_bwd_predictor_kernel(
     first: tl.int64,
     d_pre_ptr, row_ptr, slot_ptr, count_ptr, offsets_ptr, target_lengths_ptr,
     d_predictor_ptr,
-    tile, state_columns, features, padded_features,
+    tile, utterances, search_steps, state_columns, features, padded_features,
     BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Owns one state x BLOCK_H features of d_predictor; adds its live rows that lie in the tile, BLOCK_ROWS frames
-    at a time."""
-    state = tl.program_id(0).to(tl.int64)
-    b, u = state // state_columns, state % state_columns
+    """Owns BLOCK_H features of column u of every utterance that has live rows in the tile; adds its live rows to
+    d_predictor, BLOCK_ROWS frames at a time."""
     last = tl.minimum(first + tile, tl.load(count_ptr))
-    columns = tl.load(target_lengths_ptr + b) + 1
-    if (first >= last) | (u >= columns):
+    if first >= last:
         return
-    # The frames between the tile's first and last live row, cut to this utterance.
-    offset = tl.load(offsets_ptr + b)
-    end_offset = tl.load(offsets_ptr + b + 1)
-    low = tl.maximum(tl.load(row_ptr + first).to(tl.int64), offset)
-    high = tl.minimum(tl.load(row_ptr + last - 1).to(tl.int64), end_offset - 1)
-    if low > high:
-        return
-    t_begin, t_end = (low - offset) // columns, (high - offset) // columns + 1
+    first_row = tl.load(row_ptr + first).to(tl.int64)
+    last_row = tl.load(row_ptr + last - 1).to(tl.int64)
+    first_b, _, _, _ = locate(first_row, offsets_ptr, target_lengths_ptr, utterances, search_steps)
+    last_b, _, _, _ = locate(last_row, offsets_ptr, target_lengths_ptr, utterances, search_steps)
+    u = tl.program_id(0)
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = offs_h < features
-    total = tl.zeros([BLOCK_ROWS, BLOCK_H], tl.float32)
-    for t in range(t_begin, t_end, BLOCK_ROWS):
-        offs_t = t + tl.arange(0, BLOCK_ROWS)
-        row = offset + offs_t * columns + u
-        inside = offs_t < t_end
-        slot = tl.load(slot_ptr + row, mask=inside, other=0).to(tl.int64)
-        after = tl.load(slot_ptr + row + 1, mask=inside, other=0).to(tl.int64)
-        live = (after > slot) & (slot >= first) & (slot < last)
-        offs = (slot - first)[:, None] * padded_features + offs_h[None, :]
-        total += tl.load(d_pre_ptr + offs, mask=live[:, None] & mask_h[None, :], other=0.0).to(tl.float32)
-    out_ptr = d_predictor_ptr + state * features + offs_h
-    tl.store(out_ptr, tl.load(out_ptr, mask=mask_h, other=0.0) + tl.sum(total, axis=0), mask=mask_h)
+    for b in range(first_b, last_b + 1):
+        columns = tl.load(target_lengths_ptr + b) + 1
+        if u < columns:
+            # The utterance's frames between the tile's first and last live row.
+            offset = tl.load(offsets_ptr + b)
+            low = tl.maximum(first_row, offset)
+            high = tl.minimum(last_row, tl.load(offsets_ptr + b + 1) - 1)
+            t_end = (high - offset) // columns + 1
+            total = tl.zeros([BLOCK_ROWS, BLOCK_H], tl.float32)
+            for t in range((low - offset) // columns, t_end, BLOCK_ROWS):
+                offs_t = t + tl.arange(0, BLOCK_ROWS)
+                row = offset + offs_t * columns + u
+                inside = offs_t < t_end
+                slot = tl.load(slot_ptr + row, mask=inside, other=0).to(tl.int64)
+                after = tl.load(slot_ptr + row + 1, mask=inside, other=0).to(tl.int64)
+                live = (after > slot) & (slot >= first) & (slot < last)
+                offs = (slot - first)[:, None] * padded_features + offs_h[None, :]
+                total += tl.load(d_pre_ptr + offs, mask=live[:, None] & mask_h[None, :], other=0.0).to(tl.float32)
+            out_ptr = d_predictor_ptr + (b * state_columns + u) * features + offs_h
+            tl.store(out_ptr, tl.load(out_ptr, mask=mask_h, other=0.0) + tl.sum(total, axis=0), mask=mask_h)
 
 
 def joint_bwd_predictor(
@@ -250,11 +252,10 @@ def joint_bwd_predictor(
 ) -> TileLaunch:
     """Add the tile's d_pre [tile, H padded] to d_predictor [B, U1, H] float32."""
     config = x.configs.sums
-    grid = (x.utterances * x.columns, triton.cdiv(x.features, config.block_h))
     return TileLaunch(
-        joint_bwd_predictor_kernel, grid,
+        joint_bwd_predictor_kernel, (x.columns, triton.cdiv(x.features, config.block_h)),
         d_pre, row, slot, count, x.offsets, x.alignment.target_lengths,
         d_predictor,
-        d_pre.shape[0], x.columns, x.features, x.padded_features,
+        d_pre.shape[0], x.utterances, x.search_steps, x.columns, x.features, x.padded_features,
         BLOCK_ROWS=config.block_rows, BLOCK_H=config.block_h, num_warps=config.num_warps,
     )  # fmt: skip

@@ -5,7 +5,8 @@
     row[slot]  = the slot-th live row
 
 The gradient at a node is its occupancy times a vector of bounded size, and most nodes' occupancy is next to nothing.
-The count stays on the device: kernels are launched for as many rows as there could be and stop at it.
+The count stays on the device: kernels are launched for as many rows as there could be, and stop at it.  It is also
+copied to the host without waiting; once it has arrived there, launches that would find nothing are left out.
 Before: lattice.py.  After: joint.py and log_probs.py, backwards.
 """
 
@@ -40,3 +41,24 @@ def live_rows(weight_blank: Tensor, weight_label: Tensor, threshold: float) -> t
         slot, row, rows, BLOCK_ROWS=config.block_rows, num_warps=config.num_warps
     )
     return row, slot, slot[-1:]
+
+
+class LiveCount:
+    """The count [1] on its way to the host."""
+
+    def __init__(self, count: Tensor) -> None:
+        self.known: int | None = None
+        self.arrived: torch.cuda.Event | None = None
+        if not count.is_cuda:
+            self.known = int(count)
+        elif not torch.cuda.is_current_stream_capturing():
+            self.host = torch.empty(1, dtype=count.dtype, pin_memory=True)
+            self.host.copy_(count, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    def end_before(self, first: int) -> bool:
+        """Whether it is known that no live row is left from slot first on; never waits."""
+        if self.known is None and self.arrived is not None and self.arrived.query():
+            self.known = int(self.host)
+        return self.known is not None and self.known <= first

@@ -24,7 +24,7 @@ from rnnt.tiling import tile_size
 from rnnt.triton.config import ceil_to, configs
 from rnnt.triton.joint import joint_bwd_encoder, joint_bwd_predictor, joint_fwd
 from rnnt.triton.lattice import losses_and_occupancies
-from rnnt.triton.live_rows import live_rows
+from rnnt.triton.live_rows import LiveCount, live_rows
 from rnnt.triton.log_probs import log_probs_bwd, log_probs_fwd
 from rnnt.triton.operands import Operands, padded_layer
 from rnnt.triton.output_layer import hidden_bwd, weight_bwd, weight_shares
@@ -207,6 +207,7 @@ def joint_bwd_operator(
     largest = upstream.abs().amax()
     unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - (12 if dtype == torch.float16 else 0))
     row, slot, count = live_rows(weight_blank, weight_label, occupancy_threshold)
+    live_count = LiveCount(count)
     scale = upstream / unit
     if fastemit_lambda > 0:
         weight_label = weight_label * (1 + fastemit_lambda)
@@ -229,6 +230,8 @@ def joint_bwd_operator(
     if need_predictor:
         steps.append(joint_bwd_predictor(x, hidden, row, slot, count, d_predictor))
     for first in range(0, rows, tile):
+        if live_count.end_before(first):
+            break
         for step in steps:
             step(first)
 
