@@ -93,18 +93,20 @@ def activation_slope(y, ACTIVATION: tl.constexpr):
     return slope
 
 
-@triton.jit(do_not_specialize=["first", "utterances", "search_steps", "features", "drop_threshold"])
+@triton.jit(do_not_specialize=["first", "utterances", "search_steps", "labels", "features", "drop_threshold"])
 def joint_fwd_kernel(
     first: tl.int64,
-    encoder_ptr, predictor_ptr, row_ptr, count_ptr, offsets_ptr, target_lengths_ptr, seed_ptr,
-    hidden_ptr,
+    encoder_ptr, predictor_ptr, targets_ptr, row_ptr, count_ptr, offsets_ptr, target_lengths_ptr,
+    upstream_ptr, seed_ptr,
+    hidden_ptr, label_ptr, scale_ptr,
     encoder_stride_b, encoder_stride_t, encoder_stride_h,
     predictor_stride_b, predictor_stride_u, predictor_stride_h,
-    utterances, search_steps, features, padded_features, dropout_p, drop_threshold,
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GATHER: tl.constexpr,
+    utterances, search_steps, labels, features, padded_features, dropout_p, drop_threshold,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, LIVE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Owns BLOCK_ROWS rows of hidden; reads their encoder and predictor states.
+    """Owns BLOCK_ROWS rows of hidden; reads their encoder and predictor states.  Writes each row's next label as well
+    (-1: none) and, of live rows, its utterance's upstream gradient.
 
     Rows past the count and features past H are written as zeros, so that matrix products need no masks.
     """
@@ -116,11 +118,16 @@ def joint_fwd_kernel(
     slot = start + tl.arange(0, BLOCK_ROWS)
     mask_row = slot < count
     slot = tl.where(mask_row, slot, start)
-    row = tl.load(row_ptr + slot).to(tl.int64) if GATHER else slot
-    b, t, u, _ = locate(row, offsets_ptr, target_lengths_ptr, utterances, search_steps)
+    row = tl.load(row_ptr + slot).to(tl.int64) if LIVE else slot
+    b, t, u, columns = locate(row, offsets_ptr, target_lengths_ptr, utterances, search_steps)
+    offs_local = local + tl.arange(0, BLOCK_ROWS)
+    label = tl.load(targets_ptr + b * labels + u, mask=u + 1 < columns, other=-1)
+    tl.store(label_ptr + offs_local, label.to(tl.int32))
+    if LIVE:
+        tl.store(scale_ptr + offs_local, tl.where(mask_row, tl.load(upstream_ptr + b), 0.0))
     encoder_row = b * encoder_stride_b + t * encoder_stride_t
     predictor_row = b * predictor_stride_b + u * predictor_stride_u
-    offs_row = (local + tl.arange(0, BLOCK_ROWS)).to(tl.int64) * padded_features
+    offs_row = offs_local.to(tl.int64) * padded_features
     for h in range(0, padded_features, BLOCK_H):
         offs_h = h + tl.arange(0, BLOCK_H)
         mask = mask_row[:, None] & (offs_h < features)[None, :]
@@ -136,16 +143,31 @@ def joint_fwd_kernel(
         tl.store(hidden_ptr + offs_row[:, None] + offs_h[None, :], hidden.to(hidden_ptr.dtype.element_ty))
 
 
-def joint_fwd(x: Operands, row: Tensor | None, count: Tensor, hidden: Tensor) -> TileLaunch:
-    """Fill hidden [tile, H padded] for the rows first, first + 1, ... below the count."""
+def joint_fwd(x: Operands, hidden: Tensor, label: Tensor) -> TileLaunch:
+    """Fill hidden [tile, H padded] and label [tile] int32 for the packed rows first .. first + tile."""
+    return _joint_fwd(x, None, x.offsets[-1:], None, hidden, label, None)
+
+
+def joint_live_fwd(
+    x: Operands, row: Tensor, count: Tensor, upstream: Tensor, hidden: Tensor, label: Tensor, scale: Tensor
+) -> TileLaunch:
+    """The same for the live rows first .. first + tile; scale [tile] float32 is their utterance's upstream [B]."""
+    return _joint_fwd(x, row, count, upstream, hidden, label, scale)
+
+
+def _joint_fwd(
+    x: Operands, row: Tensor | None, count: Tensor, upstream: Tensor | None,
+    hidden: Tensor, label: Tensor, scale: Tensor | None,
+) -> TileLaunch:  # fmt: skip
     config = x.configs.joint_fwd
     return TileLaunch(
         joint_fwd_kernel, (hidden.shape[0] // config.block_rows,),
-        x.encoder, x.predictor, row, count, x.offsets, x.alignment.target_lengths, x.seed,
-        hidden,
+        x.encoder, x.predictor, x.alignment.targets, row, count, x.offsets, x.alignment.target_lengths,
+        upstream, x.seed,
+        hidden, label, scale,
         *x.encoder.stride(), *x.predictor.stride(),
-        x.utterances, x.search_steps, x.features, x.padded_features, x.dropout_p, x.drop_threshold,
-        ACTIVATION=x.activation, DROPOUT=x.dropout_p > 0, GATHER=row is not None,
+        x.utterances, x.search_steps, x.columns - 1, x.features, x.padded_features, x.dropout_p, x.drop_threshold,
+        ACTIVATION=x.activation, DROPOUT=x.dropout_p > 0, LIVE=row is not None,
         BLOCK_ROWS=config.block_rows, BLOCK_H=config.block_h, num_warps=config.num_warps,
     )  # fmt: skip
 

@@ -24,15 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rnnt.triton.config import interpreted_dot, precision
-from rnnt.triton.joint import locate
 from rnnt.triton.launch import TileLaunch
 from rnnt.triton.operands import Operands, blocks_of
-
-
-@triton.jit
-def row_label(b, u, columns, targets_ptr, labels):
-    """The next label of each row, -1 where there is none (u = U_b)."""
-    return tl.load(targets_ptr + b * labels + u, mask=u + 1 < columns, other=-1)
 
 
 @triton.jit
@@ -53,12 +46,12 @@ def block_logits(
     return logits + tl.load(bias_ptr + v + tl.arange(0, BLOCK_V))[None, :]
 
 
-@triton.jit(do_not_specialize=["first", "utterances", "search_steps", "labels", "blank", "blocks_v"])
+@triton.jit(do_not_specialize=["first", "blank", "blocks_v"])
 def log_probs_fwd_kernel(
     first: tl.int64,
-    hidden, weight, bias_ptr, targets_ptr, offsets_ptr, target_lengths_ptr,
+    hidden, weight, bias_ptr, label_ptr, count_ptr,
     highest_ptr, total_ptr, logp_blank_ptr, logp_label_ptr, logits_ptr,
-    utterances, search_steps, labels, blank, padded_features, padded_classes, blocks_v,
+    blank, padded_features, padded_classes, blocks_v,
     KEEP_LOGITS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -70,13 +63,12 @@ def log_probs_fwd_kernel(
     block_v = tl.program_id(0) % blocks_v
     local = tl.program_id(0) // blocks_v * BLOCK_ROWS
     start = first + local.to(tl.int64)
-    count = tl.load(offsets_ptr + utterances)
+    count = tl.load(count_ptr)
     if start >= count:
         return
     row = start + tl.arange(0, BLOCK_ROWS)
     mask_row = row < count
-    b, _, u, columns = locate(tl.where(mask_row, row, start), offsets_ptr, target_lengths_ptr, utterances, search_steps)
-    label = row_label(b, u, columns, targets_ptr, labels)
+    label = tl.load(label_ptr + local + tl.arange(0, BLOCK_ROWS))
     v = block_v * BLOCK_V
     logits = block_logits(
         hidden, weight, bias_ptr, local, v, padded_features, PRECISION, WIDEN, BLOCK_ROWS, BLOCK_V, BLOCK_H
@@ -99,20 +91,19 @@ def log_probs_fwd_kernel(
         tl.store(logp_blank_ptr + row, blank_logit, mask=mask_row)
 
 
-@triton.jit(do_not_specialize=["first", "utterances", "search_steps", "blocks_v", "tile"])
+@triton.jit(do_not_specialize=["first", "blocks_v", "tile"])
 def log_probs_combine_kernel(
     first: tl.int64,
-    highest_ptr, total_ptr, offsets_ptr, target_lengths_ptr,
+    highest_ptr, total_ptr, label_ptr, count_ptr,
     logp_blank_ptr, logp_label_ptr, lse_ptr,
-    utterances, search_steps, blocks_v, tile,
+    blocks_v, tile,
     BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Owns BLOCK_ROWS packed rows; reads the maxima and sums of their class blocks; writes their log-sum-exp and turns
     the two logits into log-probabilities."""
     local = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row = first + local.to(tl.int64)
-    count = tl.load(offsets_ptr + utterances)
-    mask_row = (row < count) & (local < tile)
+    mask_row = (row < tl.load(count_ptr)) & (local < tile)
     highest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     for block in range(blocks_v):
@@ -124,8 +115,7 @@ def log_probs_combine_kernel(
         total = total * tl.exp(highest - finite) + block_total * tl.exp(block_highest - finite)
         highest = higher
     lse = highest + tl.log(tl.where(total > 0, total, 1.0))  # -inf where every logit is
-    _, _, u, columns = locate(tl.where(mask_row, row, 0), offsets_ptr, target_lengths_ptr, utterances, search_steps)
-    has_label = mask_row & (u + 1 < columns)
+    has_label = tl.load(label_ptr + local, mask=mask_row, other=-1) >= 0
     blank_logit = tl.load(logp_blank_ptr + row, mask=mask_row, other=0.0)
     label_logit = tl.load(logp_label_ptr + row, mask=has_label, other=0.0)
     tl.store(lse_ptr + row, lse, mask=mask_row)
@@ -134,20 +124,20 @@ def log_probs_combine_kernel(
 
 
 def log_probs_fwd(
-    x: Operands, hidden: Tensor, logp_blank: Tensor, logp_label: Tensor, lse: Tensor, logits: Tensor | None
+    x: Operands, hidden: Tensor, label: Tensor,
+    logp_blank: Tensor, logp_label: Tensor, lse: Tensor, logits: Tensor | None,
 ) -> list[TileLaunch]:  # fmt: skip
-    """Score the packed rows first .. first + tile, whose hidden [tile, H padded] is given, into the outputs [N];
-    logits [N, V padded], when given, are kept too."""
+    """Score the packed rows first .. first + tile, whose hidden [tile, H padded] and label [tile] are given, into the
+    outputs [N]; logits [N, V padded], when given, are kept too."""
     config = x.configs.log_probs_fwd
     tile, blocks_v = hidden.shape[0], triton.cdiv(x.padded_classes, config.block_v)
     highest, total = torch.empty((2, blocks_v, tile), dtype=torch.float32, device=hidden.device).unbind(0)
     score = TileLaunch(
         log_probs_fwd_kernel, (tile // config.block_rows * blocks_v,),
         blocks_of(hidden, config.block_rows, config.block_h), blocks_of(x.weight, config.block_v, config.block_h),
-        x.bias, x.alignment.targets, x.offsets, x.alignment.target_lengths,
+        x.bias, label, x.offsets[-1:],
         highest, total, logp_blank, logp_label, logits,
-        x.utterances, x.search_steps, x.columns - 1, x.alignment.blank,
-        x.padded_features, x.padded_classes, blocks_v,
+        x.alignment.blank, x.padded_features, x.padded_classes, blocks_v,
         KEEP_LOGITS=logits is not None, PRECISION=precision(hidden.dtype), WIDEN=interpreted_dot(),
         BLOCK_ROWS=config.block_rows, BLOCK_V=config.block_v, BLOCK_H=config.block_h,
         num_warps=config.num_warps, num_stages=config.num_stages,
@@ -155,21 +145,21 @@ def log_probs_fwd(
     rows = x.configs.rows
     combine = TileLaunch(
         log_probs_combine_kernel, (triton.cdiv(tile, rows.block_rows),),
-        highest, total, x.offsets, x.alignment.target_lengths,
+        highest, total, label, x.offsets[-1:],
         logp_blank, logp_label, lse,
-        x.utterances, x.search_steps, blocks_v, tile,
+        blocks_v, tile,
         BLOCK_ROWS=rows.block_rows, num_warps=rows.num_warps,
     )  # fmt: skip
     return [score, combine]
 
 
-@triton.jit(do_not_specialize=["first", "utterances", "search_steps", "labels", "blank", "blocks_v"])
+@triton.jit(do_not_specialize=["first", "blank", "blocks_v"])
 def log_probs_bwd_kernel(
     first: tl.int64,
-    hidden, weight, bias_ptr, targets_ptr, offsets_ptr, target_lengths_ptr,
-    row_ptr, count_ptr, logits_ptr, lse_ptr, weight_blank_ptr, weight_label_ptr, scale_ptr,
+    hidden, weight, bias_ptr, row_ptr, count_ptr, label_ptr, scale_ptr,
+    logits_ptr, lse_ptr, weight_blank_ptr, weight_label_ptr,
     d_logits, d_bias_ptr,
-    utterances, search_steps, labels, blank, clamp, padded_features, padded_classes, blocks_v,
+    blank, clamp, padded_features, padded_classes, blocks_v,
     CLAMP: tl.constexpr, KEPT_LOGITS: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -190,19 +180,18 @@ def log_probs_bwd_kernel(
     slot = start + tl.arange(0, BLOCK_ROWS)
     mask_row = slot < count
     row = tl.load(row_ptr + tl.where(mask_row, slot, start)).to(tl.int64)
-    b, _, u, columns = locate(row, offsets_ptr, target_lengths_ptr, utterances, search_steps)
-    label = row_label(b, u, columns, targets_ptr, labels)
+    label = tl.load(label_ptr + local + tl.arange(0, BLOCK_ROWS))
+    scale = tl.load(scale_ptr + local + tl.arange(0, BLOCK_ROWS))
     lse = tl.load(lse_ptr + row)
-    lse = tl.where(lse == float("-inf"), 0.0, lse)
     w_blank = tl.load(weight_blank_ptr + row)
     w_label = tl.load(weight_label_ptr + row)
-    scale = tl.where(mask_row, tl.load(scale_ptr + b), 0.0)
     if KEPT_LOGITS:
         logits = tl.load(logits_ptr + row[:, None] * padded_classes + offs_v[None, :]).to(tl.float32)
     else:
         logits = block_logits(
             hidden, weight, bias_ptr, local, v, padded_features, PRECISION, WIDEN, BLOCK_ROWS, BLOCK_V, BLOCK_H
         )
+    lse = tl.where(lse == float("-inf"), 0.0, lse)
     gradient = (w_blank + w_label)[:, None] * tl.exp(logits - lse[:, None])  # [BLOCK_ROWS, BLOCK_V]
     gradient -= tl.where(offs_v[None, :] == label[:, None], w_label[:, None], 0.0)
     gradient -= tl.where((offs_v == blank)[None, :], w_blank[:, None], 0.0)
@@ -216,12 +205,13 @@ def log_probs_bwd_kernel(
 
 
 def log_probs_bwd(
-    x: Operands, hidden: Tensor, row: Tensor, count: Tensor, logits: Tensor | None, lse: Tensor,
-    weight_blank: Tensor, weight_label: Tensor, scale: Tensor, clamp: float, d_logits: Tensor, d_bias: Tensor | None,
+    x: Operands, hidden: Tensor, row: Tensor, count: Tensor, label: Tensor, scale: Tensor,
+    logits: Tensor | None, lse: Tensor, weight_blank: Tensor, weight_label: Tensor, clamp: float,
+    d_logits: Tensor, d_bias: Tensor | None,
 ) -> TileLaunch:  # fmt: skip
     """Fill d_logits [tile, V padded] for the live rows first .. first + tile, and add their sums to d_bias.
 
-    weight_blank, weight_label [N] float32; scale [B] float32, of each utterance's rows;
+    label, scale [tile] from joint_live_fwd; weight_blank, weight_label [N] float32;
     d_bias [blocks of rows in a tile, V padded] float32, or None.
     """
     config = x.configs.log_probs_bwd
@@ -229,11 +219,10 @@ def log_probs_bwd(
     return TileLaunch(
         log_probs_bwd_kernel, (tile // config.block_rows * blocks_v,),
         blocks_of(hidden, config.block_rows, config.block_h), blocks_of(x.weight, config.block_v, config.block_h),
-        x.bias, x.alignment.targets, x.offsets, x.alignment.target_lengths,
-        row, count, logits, lse, weight_blank, weight_label, scale,
+        x.bias, row, count, label, scale,
+        logits, lse, weight_blank, weight_label,
         blocks_of(d_logits, config.block_rows, config.block_v), d_bias,
-        x.utterances, x.search_steps, x.columns - 1, x.alignment.blank, clamp,
-        x.padded_features, x.padded_classes, blocks_v,
+        x.alignment.blank, clamp, x.padded_features, x.padded_classes, blocks_v,
         CLAMP=clamp > 0, KEPT_LOGITS=logits is not None, BIAS=d_bias is not None,
         PRECISION=precision(hidden.dtype), WIDEN=interpreted_dot(),
         BLOCK_ROWS=config.block_rows, BLOCK_V=config.block_v, BLOCK_H=config.block_h,

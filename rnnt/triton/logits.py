@@ -16,7 +16,12 @@ from torch import Tensor
 
 from rnnt.triton.config import configs
 from rnnt.triton.joint import locate
-from rnnt.triton.log_probs import row_label
+
+
+@triton.jit
+def row_label(b, u, columns, targets_ptr, labels):
+    """The next label of each row, -1 where there is none (u = U_b)."""
+    return tl.load(targets_ptr + b * labels + u, mask=u + 1 < columns, other=-1)
 
 
 @triton.jit(do_not_specialize=["utterances", "search_steps", "labels", "blank"])

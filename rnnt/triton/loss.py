@@ -22,7 +22,7 @@ from rnnt.layout import row_offsets
 from rnnt.problem import Alignment, JointProblem
 from rnnt.tiling import tile_size
 from rnnt.triton.config import ceil_to, configs
-from rnnt.triton.joint import joint_bwd_encoder, joint_bwd_predictor, joint_fwd
+from rnnt.triton.joint import joint_bwd_encoder, joint_bwd_predictor, joint_fwd, joint_live_fwd
 from rnnt.triton.lattice import losses_and_occupancies
 from rnnt.triton.live_rows import LiveCount, live_rows
 from rnnt.triton.log_probs import log_probs_bwd, log_probs_fwd
@@ -95,9 +95,10 @@ def _score(x: Operands, tile: int, keep_logits: bool) -> tuple[Tensor, Tensor, T
     logits = torch.empty((rows if keep_logits else 0, x.padded_classes), dtype=dtype, device=device)
     tile = min(tile, ceil_to(rows, x.configs.pad_rows))
     hidden = torch.empty((tile, x.padded_features), dtype=dtype, device=device)
+    label = torch.empty(tile, dtype=torch.int32, device=device)
     steps = [
-        joint_fwd(x, None, x.offsets[-1:], hidden),
-        *log_probs_fwd(x, hidden, logp_blank, logp_label, lse, logits if keep_logits else None),
+        joint_fwd(x, hidden, label),
+        *log_probs_fwd(x, hidden, label, logp_blank, logp_label, lse, logits if keep_logits else None),
     ]
     for first in range(0, rows, tile):
         for step in steps:
@@ -208,17 +209,18 @@ def joint_bwd_operator(
     unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - (12 if dtype == torch.float16 else 0))
     row, slot, count = live_rows(weight_blank, weight_label, occupancy_threshold)
     live_count = LiveCount(count)
-    scale = upstream / unit
     if fastemit_lambda > 0:
         weight_label = weight_label * (1 + fastemit_lambda)
 
     hidden = torch.empty((tile, x.padded_features), dtype=dtype, device=device)
     d_logits = torch.empty((tile, x.padded_classes), dtype=dtype, device=device)
+    label = torch.empty(tile, dtype=torch.int32, device=device)
+    scale = torch.empty(tile, dtype=float32, device=device)
     steps = [
-        joint_fwd(x, row, count, hidden),
+        joint_live_fwd(x, row, count, upstream / unit, hidden, label, scale),
         log_probs_bwd(
-            x, hidden, row, count, logits if untiled else None, lse,
-            weight_blank, weight_label, scale, clamp, d_logits, d_bias if need_bias else None,
+            x, hidden, row, count, label, scale, logits if untiled else None, lse,
+            weight_blank, weight_label, clamp, d_logits, d_bias if need_bias else None,
         ),
     ]  # fmt: skip
     if need_weight:
