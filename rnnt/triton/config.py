@@ -41,12 +41,12 @@ class Configs:
 
 
 TWO_BYTES = Configs(
-    joint_fwd=Config(block_rows=16, block_h=128, num_warps=4),
+    joint_fwd=Config(block_rows=16, block_h=64, num_warps=2),
     log_probs_fwd=Config(block_rows=128, block_v=128, block_h=64, num_warps=4, num_stages=3),
     log_probs_bwd=Config(block_rows=128, block_v=128, block_h=64, num_warps=4, num_stages=3),
-    hidden_bwd=Config(block_rows=128, block_v=64, block_h=128, num_warps=8, num_stages=3),
+    hidden_bwd=Config(block_rows=128, block_v=64, block_h=128, num_warps=4, num_stages=3),
     weight_bwd=Config(block_rows=64, block_v=64, block_h=128, num_warps=4, num_stages=4),
-    sums=Config(block_rows=16, block_h=128, num_warps=4, programs=512),
+    sums=Config(block_rows=16, block_h=64, num_warps=2, programs=512),
     rows=Config(block_rows=256, num_warps=4),
     logits=Config(block_v=2048, num_warps=4),
     pad_v=128,
