@@ -304,7 +304,7 @@ def _align(
     lengths_name: str, encoder_lengths: Tensor, target_lengths: Tensor, *,
     blank: int, classes: int | None, validate: bool,
 ) -> Alignment:  # fmt: skip
-    """Check the integer inputs and bring them to the anchor's device as int64."""
+    """Check the integer inputs and bring them to the anchor's device, contiguous and int64."""
     check_integers("targets", targets, ("B", "U"))
     check_integers(lengths_name, encoder_lengths, ("B",))
     check_integers("target_lengths", target_lengths, ("B",))
@@ -317,16 +317,16 @@ def _align(
     on_host = encoder_lengths.device.type == "cpu" and target_lengths.device.type == "cpu"
     if not validate and on_host and not torch.compiler.is_compiling():
         rows = int((encoder_lengths.long() * (target_lengths.long() + 1)).sum())
-    targets = targets.to(device, torch.int64, non_blocking=True)
-    encoder_lengths = encoder_lengths.to(device, torch.int64, non_blocking=True)
-    target_lengths = target_lengths.to(device, torch.int64, non_blocking=True)
+    targets = targets.to(device, torch.int64, non_blocking=True).contiguous()
+    encoder_lengths = encoder_lengths.to(device, torch.int64, non_blocking=True).contiguous()
+    target_lengths = target_lengths.to(device, torch.int64, non_blocking=True).contiguous()
     if validate and torch.compiler.is_compiling():
         encoder_lengths, target_lengths = checked_lengths(
             targets, encoder_lengths, target_lengths, frames, classes, blank
         ).unbind(0)
     elif validate:
         rows = check_values(targets, encoder_lengths, target_lengths, frames, classes, blank, lengths_name)
-    host_sync = validate and not torch.compiler.is_compiling()
+    host_sync = validate or device.type == "cpu"
     return Alignment(targets, encoder_lengths, target_lengths, blank, frames, rows, host_sync)
 
 

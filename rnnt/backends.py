@@ -39,7 +39,6 @@ def _cpu_compiler() -> str | None:
     )
 
 
-@torch.compiler.assume_constant_result
 def unavailable(name: str, device: str) -> str | None:
     """Why the backend does not work on this machine for tensors on "cpu" or "cuda"; None when it does."""
     if name == "reference":
@@ -63,6 +62,10 @@ def unavailable(name: str, device: str) -> str | None:
     if torch.cuda.get_device_capability() < (8, 0):
         return "it needs a GPU of compute capability 8.0 or newer"
     return None
+
+
+# What torch.compiler.assume_constant_result does, without its import of the compiler, and so of Triton.
+unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def backends() -> dict[str, str | None]:

@@ -34,6 +34,7 @@ class Alignment(NamedTuple):
     blank: int  # in [0, V)
     frames: int  # T
     rows: int  # N, or the capacity B * T * U1 where N is not known without a host sync
+    host_sync: bool = True  # whether a backend may wait for the device
 
     @property
     def utterances(self) -> int:

@@ -1,0 +1,165 @@
+"""Log-probabilities of the two arcs that leave each row of a tile, their gradient, and the compiled tile itself.
+
+    logits     = hidden linear_weight^T + linear_bias
+    lse        = log sum over v of exp(logits[v])
+    logp_blank = logits[blank] - lse,   logp_label = logits[label] - lse
+
+    Gradient of  -(w_blank logp_blank + w_label logp_label)  at the logits:
+    g[v]       = (w_blank + w_label) exp(logits[v] - lse) - w_blank [v = blank] - w_label [v = label]
+
+hidden [rows, H] -> logits [rows, V] in the compute dtype -> logp_blank, logp_label [rows], g [rows, V], computed in
+float32 (float64 stays float64).  label is -1 where a row has no next label; its logp_label is 0.
+
+Two functions of a tile are compiled, each into one graph whatever the lengths of a batch:
+
+    score        logp_blank and logp_label, without gradient
+    surrogate    zeros whose derivative is that of the loss: the occupancies, known by then, are the weights
+
+The surrogate's tile runs under non-reentrant torch.utils.checkpoint inside the compiled graph, and its value depends on
+nothing: its forward graph is empty, and the backward graph computes the tile once and differentiates it.  Untiled,
+`kept` brings the logits from the forward pass, and the output layer is only differentiated.  Nothing but inputs is kept
+between the two graphs, so that Inductor has no buffers to give away and a retained graph works again.
+
+Before: joint.py.  After: lattice.py.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from rnnt.compiled.joint import joint
+from rnnt.compiled.tiles import TileRows
+
+
+class Tile(NamedTuple):
+    """All that the compiled functions of the joint are specialised on; the rest are their arguments."""
+
+    rows: int
+    features: int
+    classes: int
+    inputs: tuple[tuple[torch.dtype, bool] | None, ...]  # dtype and requires_grad of each JointInputs
+    device: torch.device
+    compute_dtype: torch.dtype
+    activation: str
+    dropout_p: float
+    blank: int
+    clamp: float
+    keep: bool  # logits are kept from the forward to the backward pass
+
+
+class DenseTile(NamedTuple):
+    """The same of dense scores."""
+
+    rows: int
+    classes: int
+    dtype: torch.dtype
+    device: torch.device
+    blank: int
+    clamp: float
+    log_softmax: bool
+
+
+class JointInputs(NamedTuple):
+    encoder: Tensor  # [B T, H], constant
+    predictor: Tensor  # [B U1, H], constant
+    anchor: Tensor | None  # [rows, H]
+    weight: Tensor  # [V, H] in the compute dtype
+    bias: Tensor | None  # [V]
+    seed: Tensor | None  # [1] int64
+
+
+def score(tile: Tile, inputs: JointInputs, rows: TileRows) -> tuple[Tensor, ...]:
+    """logp_blank, logp_label [rows] and, when they are to be kept, logits [rows, V]; without gradient."""
+    logits = output_layer(tile, inputs, rows)
+    picked = pick(logits, rows.label, tile.blank)
+    return (*picked, logits) if tile.keep else picked
+
+
+def surrogate(
+    tile: Tile, inputs: JointInputs, rows: TileRows, kept: Tensor | None, blank_weight: Tensor, label_weight: Tensor
+) -> Tensor:
+    """Zeros [rows] with the derivative of -(blank_weight logp_blank + label_weight logp_label), clamped at the logits.
+
+    kept: the logits, or None.
+    """
+
+    def run(inputs: JointInputs) -> Tensor:
+        logits = output_layer(tile, inputs, rows)
+        return Surrogate.apply(logits, kept, rows.label, blank_weight, label_weight, tile.blank, tile.clamp)
+
+    return checkpoint(run, inputs, use_reentrant=False, preserve_rng_state=False)  # dropout draws from no generator
+
+
+def dense_score(tile: DenseTile, logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+    """logp_blank, logp_label [rows]."""
+    return pick(logits, label, tile.blank, tile.log_softmax)
+
+
+def dense_gradient(
+    tile: DenseTile, logits: Tensor, label: Tensor, blank_weight: Tensor, label_weight: Tensor, upstream: Tensor
+) -> Tensor:
+    """upstream [rows] times g, clamped: [rows, V] in the logits' dtype."""
+    gradient = logits_gradient(logits, label, blank_weight, label_weight, tile.blank, tile.clamp, tile.log_softmax)
+    return (upstream[:, None] * gradient).to(logits.dtype)
+
+
+def output_layer(tile: Tile, inputs: JointInputs, rows: TileRows) -> Tensor:
+    """logits [rows, V] in the compute dtype."""
+    hidden = joint(
+        inputs.encoder, inputs.predictor, inputs.anchor, rows.frame, rows.state, rows.row, inputs.seed,
+        tile.activation, tile.dropout_p, tile.compute_dtype,
+    )  # fmt: skip
+    bias = None if inputs.bias is None else inputs.bias.to(hidden.dtype)
+    return torch.nn.functional.linear(hidden, inputs.weight, bias)
+
+
+def pick(logits: Tensor, label: Tensor, blank: int, log_softmax: bool = True) -> tuple[Tensor, Tensor]:
+    """logp_blank, logp_label [rows]."""
+    scores = _wide(logits)
+    blank_score = scores[:, blank]
+    label_score = scores.gather(1, label.clamp(min=0)[:, None])[:, 0]
+    if log_softmax:
+        lse = scores.logsumexp(1)
+        blank_score, label_score = blank_score - lse, label_score - lse
+    return blank_score, torch.where(label < 0, 0, label_score)
+
+
+def logits_gradient(
+    logits: Tensor, label: Tensor, blank_weight: Tensor, label_weight: Tensor, blank: int, clamp: float,
+    log_softmax: bool = True,
+) -> Tensor:  # fmt: skip
+    """g [rows, V], clamped; exactly 0 in rows whose weights are 0, whatever their logits."""
+    scores = _wide(logits)
+    v = torch.arange(scores.shape[1], device=scores.device)
+    gradient = -torch.where(v == blank, blank_weight[:, None], 0)
+    gradient = gradient - torch.where(v == label[:, None], label_weight[:, None], 0)
+    if log_softmax:
+        weight = (blank_weight + label_weight)[:, None]
+        softmax = torch.exp(scores - scores.logsumexp(1, keepdim=True))
+        gradient = gradient + torch.where(weight == 0, 0, weight * softmax)
+    return gradient.clamp(-clamp, clamp) if clamp > 0 else gradient
+
+
+class Surrogate(torch.autograd.Function):
+    """Zeros [rows] whose derivative at the logits is g."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, kept: Tensor | None, label: Tensor, blank_weight: Tensor, label_weight: Tensor,
+        blank: int, clamp: float,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(logits if kept is None else kept, label, blank_weight, label_weight)
+        ctx.constants = blank, clamp
+        return torch.zeros_like(blank_weight)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+        logits, label, blank_weight, label_weight = ctx.saved_tensors
+        gradient = logits_gradient(logits, label, blank_weight, label_weight, *ctx.constants)
+        return (upstream[:, None] * gradient).to(logits.dtype), None, None, None, None, None, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

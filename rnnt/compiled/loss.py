@@ -1,0 +1,336 @@
+"""The joint's pipeline in order: joint -> log_probs -> lattice -> losses [B], and back.
+
+    forward     for each tile of all rows { score } -> planes -> lattice -> losses, weights of the nodes
+    backward    for each tile of live rows { surrogate, differentiated } -> d_encoder, d_predictor, d_weight, d_bias
+
+The gradient at a row is its weights (the occupancies of its two arcs, FastEmit's share included) times a bounded vector
+times its utterance's upstream gradient.  Rows whose occupancy is below the threshold get weight 0; a row is live when a
+weight is not 0, and the others take no part in the backward pass.  `joint_log_probs` differs in its weights alone.
+
+Running sums of gradients are float32 (float64 stays float64), taken in a fixed order, cast to their input's dtype once.
+What is kept from forward to backward is two weights a node; untiled, the logits too.  The number of live rows is read
+from the device, one host sync in the backward pass; where the caller wants none (validate=False), all rows are sent.
+
+The passes are operators of torch.library, opaque to torch.compile of a model around them.
+Before: backends.py.  Beside: dense_loss.py, which enters the pipeline later.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rnnt.compiled import lattice, log_probs
+from rnnt.compiled.joint import add_rows, matrix
+from rnnt.compiled.log_probs import JointInputs, Tile
+from rnnt.compiled.tiles import all_rows, compiled, dense, flat, live_rows, static_size, tiles
+from rnnt.layout import dense_mask
+from rnnt.problem import Alignment, JointProblem
+
+
+def joint_loss(problem: JointProblem) -> Tensor:
+    losses, *_ = joint_loss_operator(
+        *_arguments(problem), problem.fastemit_lambda, problem.occupancy_threshold, _wanted(problem)
+    )
+    return losses
+
+
+def joint_log_probs(problem: JointProblem) -> tuple[Tensor, Tensor]:
+    logp_blank, logp_label, _ = joint_log_probs_operator(*_arguments(problem), _wanted(problem))
+    return logp_blank, logp_label
+
+
+def _floats(problem: JointProblem) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    return problem.encoder, problem.predictor, problem.linear_weight, problem.linear_bias
+
+
+def _wanted(problem: JointProblem) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in _floats(problem))
+
+
+# The two passes over tiles.
+
+
+def _score(problem: JointProblem, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """logp_blank, logp_label [B, T, U1]; the rows' logits [rows, V] when they are kept, else empty."""
+    alignment = problem.alignment
+    inputs = _constants(problem)
+    size = _size(problem, backward=False)
+    call = compiled(log_probs.score, _tile(problem, inputs, size, keep))
+    blank, label, node = [], [], []
+    kept = inputs.weight.new_empty((-(-alignment.rows // size) * size if keep else 0, len(inputs.weight)))
+    for number, rows in enumerate(tiles(alignment, all_rows(alignment), size)):
+        logp_blank, logp_label, *logits = call(inputs, rows)
+        blank.append(logp_blank)
+        label.append(logp_label)
+        node.append(rows.node)
+        if keep:
+            kept[number * size : (number + 1) * size] = logits[0]
+    return dense(blank, node, alignment), dense(label, node, alignment), kept
+
+
+def _gradients(
+    problem: JointProblem, blank: Tensor, label: Tensor, upstream: Tensor, kept: Tensor, needed: list[bool]
+) -> list[Tensor]:
+    """Gradients of the four float inputs, empty where they are not needed; weights [B, T, U1], upstream [B]."""
+    alignment, wide, device = problem.alignment, blank.dtype, problem.device
+    size = _size(problem, backward=True)
+    row = live_rows(blank, label, alignment)
+    blank, label = flat(blank), flat(label)
+    # Gradients travel in the compute dtype at the scale of one utterance, whatever scale the caller gives the loss.
+    unit = torch.exp2(torch.frexp(upstream.abs().amax())[1].clamp(-100, 100).to(wide))
+    upstream = upstream / unit
+
+    sums = [torch.zeros(x.shape if need else 0, dtype=wide, device=device) for x, need in _needed(problem, needed)]
+    d_encoder, d_predictor, d_weight, d_bias = sums
+    inputs = _constants(problem)
+    leaves = []
+    if needed[0] or needed[1]:
+        anchor = torch.zeros((), dtype=wide, device=device).expand(size, problem.encoder.shape[2])
+        inputs = inputs._replace(anchor=anchor)
+        leaves.append(anchor)
+    leaves += [x for x, need in ((inputs.weight, needed[2]), (inputs.bias, needed[3])) if x is not None and need]
+    for leaf in leaves:
+        leaf.requires_grad_()
+
+    keep = len(kept) > 0
+    call = compiled(log_probs.surrogate, _tile(problem, inputs, size, keep))
+    for rows in tiles(alignment, row, size):
+        logits = kept[rows.row.clamp(max=len(kept) - 1)] if keep else None
+        with torch.enable_grad():
+            zeros = call(inputs, rows, logits, blank[rows.node], label[rows.node])
+        gradients = iter(torch.autograd.grad(zeros, leaves, upstream[rows.utterance]))
+        if needed[0] or needed[1]:
+            d_pre = next(gradients)
+            if needed[0]:
+                add_rows(d_encoder.view(-1, d_pre.shape[1]), rows.frame, d_pre)
+            if needed[1]:
+                add_rows(d_predictor.view(-1, d_pre.shape[1]), rows.state, d_pre)
+        if needed[2]:
+            d_weight += next(gradients)
+        if needed[3]:
+            d_bias += next(gradients)
+    return [(total * unit).to(x.dtype) for total, (x, _) in zip(sums, _needed(problem, needed), strict=True)]
+
+
+def _needed(problem: JointProblem, needed: list[bool]) -> list[tuple[Tensor, bool]]:
+    """The four float inputs (an absent bias is its own gradient, empty), and whether their gradients are needed."""
+    inputs = [problem.linear_weight if x is None else x for x in _floats(problem)]
+    return list(zip(inputs, needed, strict=True))
+
+
+def _constants(problem: JointProblem) -> JointInputs:
+    weight, bias = problem.linear_weight.detach(), problem.linear_bias
+    if bias is not None:
+        bias = bias.detach().to(torch.promote_types(bias.dtype, torch.float32)).contiguous()
+    return JointInputs(
+        encoder=matrix(problem.encoder),
+        predictor=matrix(problem.predictor),
+        anchor=None,
+        weight=weight.to(problem.compute_dtype).contiguous(),
+        bias=bias,
+        seed=problem.seed,
+    )
+
+
+def _tile(problem: JointProblem, inputs: JointInputs, rows: int, keep: bool) -> Tile:
+    return Tile(
+        rows=rows,
+        features=problem.encoder.shape[2],
+        classes=problem.linear_weight.shape[0],
+        inputs=tuple(None if x is None else (x.dtype, x.requires_grad) for x in inputs),
+        device=problem.device,
+        compute_dtype=problem.compute_dtype,
+        activation=problem.activation,
+        dropout_p=problem.dropout_p,
+        blank=problem.alignment.blank,
+        clamp=problem.clamp,
+        keep=keep,
+    )
+
+
+def _size(problem: JointProblem, backward: bool) -> int:
+    classes, features = problem.linear_weight.shape
+    number = problem.compute_dtype.itemsize
+    row_bytes = (classes + features) * number  # logits, hidden
+    if backward:
+        row_bytes = 2 * row_bytes + features * max(number, 4)  # their gradients, d_pre
+    return static_size(problem.tile_rows, row_bytes, problem.device, problem.alignment)
+
+
+# Operators.  Their arguments are a problem taken apart: floats, integers, then what is not a tensor.
+
+
+def _arguments(problem: JointProblem) -> tuple[Any, ...]:
+    alignment = problem.alignment
+    return (
+        *_floats(problem), alignment.targets, alignment.encoder_lengths, alignment.target_lengths, problem.seed,
+        alignment.blank, alignment.rows, alignment.host_sync, problem.activation, problem.dropout_p, problem.clamp,
+        problem.tile_rows if isinstance(problem.tile_rows, int) else 0, problem.tile_rows is None,
+        problem.compute_dtype,
+    )  # fmt: skip
+
+
+def _problem(
+    encoder: Tensor, predictor: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
+    targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
+    blank: int, rows: int, host_sync: bool, activation: str, dropout_p: float, clamp: float,
+    tile_rows: int, untiled: bool, dtype: torch.dtype,
+    fastemit_lambda: float = 0.0, occupancy_threshold: float = 0.0,
+) -> JointProblem:  # fmt: skip
+    frames = encoder.shape[1]
+    if host_sync and rows == encoder.shape[0] * frames * predictor.shape[1]:  # the capacity: N may be less
+        rows = int((encoder_lengths * (target_lengths + 1)).sum())
+    return JointProblem(
+        encoder, predictor, linear_weight, linear_bias,
+        Alignment(targets, encoder_lengths, target_lengths, blank, frames, rows, host_sync),
+        activation, dropout_p, seed, fastemit_lambda, clamp, None if untiled else tile_rows or "auto",
+        occupancy_threshold, dtype,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("rnnt::compiled_joint_loss", mutates_args=())
+def joint_loss_operator(
+    encoder: Tensor, predictor: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
+    targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
+    blank: int, rows: int, host_sync: bool, activation: str, dropout_p: float, clamp: float,
+    tile_rows: int, untiled: bool, dtype: torch.dtype,
+    fastemit_lambda: float, occupancy_threshold: float, with_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """losses [B]; for the backward pass, else empty, two weights [B, T, U1] and, untiled, logits [rows, V]."""
+    problem = _problem(
+        encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
+        blank, rows, host_sync, activation, dropout_p, clamp, tile_rows, untiled, dtype,
+    )  # fmt: skip
+    with torch.no_grad():
+        logp_blank, logp_label, kept = _score(problem, untiled and with_gradient)
+        losses, blank_weight, label_weight = lattice.losses_and_weights(
+            logp_blank, logp_label[:, :, :-1], problem.alignment, fastemit_lambda, occupancy_threshold, with_gradient
+        )
+    return losses, blank_weight, label_weight, kept
+
+
+@torch.library.custom_op("rnnt::compiled_joint_log_probs", mutates_args=())
+def joint_log_probs_operator(
+    encoder: Tensor, predictor: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
+    targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
+    blank: int, rows: int, host_sync: bool, activation: str, dropout_p: float, clamp: float,
+    tile_rows: int, untiled: bool, dtype: torch.dtype, with_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """logp_blank [B, T, U1], logp_label [B, T, U]; untiled, logits [rows, V] for the backward pass, else empty."""
+    problem = _problem(
+        encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
+        blank, rows, host_sync, activation, dropout_p, clamp, tile_rows, untiled, dtype,
+    )  # fmt: skip
+    with torch.no_grad():
+        logp_blank, logp_label, kept = _score(problem, untiled and with_gradient)
+    return logp_blank, logp_label[:, :, :-1].contiguous(), kept
+
+
+@torch.library.custom_op("rnnt::compiled_joint_backward", mutates_args=())
+def joint_backward_operator(
+    encoder: Tensor, predictor: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
+    targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
+    blank: int, rows: int, host_sync: bool, activation: str, dropout_p: float, clamp: float,
+    tile_rows: int, untiled: bool, dtype: torch.dtype,
+    blank_weight: Tensor, label_weight: Tensor, kept: Tensor, upstream: Tensor, needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """d_encoder, d_predictor, d_linear_weight, d_linear_bias; empty where not needed."""
+    problem = _problem(
+        encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
+        blank, rows, host_sync, activation, dropout_p, clamp, tile_rows, untiled, dtype,
+    )  # fmt: skip
+    with _above_autograd(), torch.no_grad():
+        gradients = _gradients(problem, blank_weight, label_weight, upstream, kept, needed)
+    d_encoder, d_predictor, d_weight, d_bias = gradients
+    return d_encoder, d_predictor, d_weight, d_bias
+
+
+def _above_autograd() -> AbstractContextManager[None]:
+    """PyTorch runs operators with autograd's dispatch keys excluded; differentiating a tile needs them."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther):
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+@joint_loss_operator.register_fake
+def _(encoder, predictor, *arguments):  # type: ignore[no-untyped-def]
+    untiled, dtype, *_, with_gradient = arguments[13:]
+    losses = encoder.new_empty(len(encoder), dtype=torch.promote_types(dtype, torch.float32))
+    weights = [losses.new_empty(_nodes(encoder, predictor, with_gradient)) for _ in range(2)]
+    return losses, *weights, _kept(encoder, arguments[0], untiled and with_gradient, dtype)
+
+
+@joint_log_probs_operator.register_fake
+def _(encoder, predictor, *arguments):  # type: ignore[no-untyped-def]
+    untiled, dtype, with_gradient = arguments[13:]
+    blank = encoder.new_empty(_nodes(encoder, predictor), dtype=torch.promote_types(dtype, torch.float32))
+    label = torch.empty_like(blank[:, :, :-1], memory_format=torch.contiguous_format)
+    return blank, label, _kept(encoder, arguments[0], untiled and with_gradient, dtype)
+
+
+@joint_backward_operator.register_fake
+def _(encoder, predictor, linear_weight, linear_bias, *arguments):  # type: ignore[no-untyped-def]
+    inputs = encoder, predictor, linear_weight, linear_weight if linear_bias is None else linear_bias
+    return tuple(x.new_empty(x.shape if need else 0) for x, need in zip(inputs, arguments[-1], strict=True))
+
+
+def _nodes(encoder: Tensor, predictor: Tensor, exist: bool = True) -> tuple[int, int, int]:
+    return (len(encoder), encoder.shape[1], predictor.shape[1]) if exist else (0, 0, 0)
+
+
+def _kept(encoder: Tensor, weight: Tensor, exists: bool, dtype: torch.dtype) -> Tensor:
+    rows = torch.library.get_ctx().new_dynamic_size() if exists else 0
+    return encoder.new_empty((rows, len(weight)), dtype=dtype)
+
+
+def _joint_context(ctx: Any, inputs: tuple[Any, ...], *results: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:8], *results)
+    ctx.numbers = inputs[8:17]
+    ctx.set_materialize_grads(False)
+
+
+def _joint_backward(ctx: Any, blank: Tensor, label: Tensor, kept: Tensor, upstream: Tensor) -> list[Tensor | None]:
+    tensors = ctx.saved_tensors[:8]
+    needed = [need and x is not None for need, x in zip(ctx.needs_input_grad[:4], tensors[:4], strict=True)]
+    gradients = joint_backward_operator(*tensors, *ctx.numbers, blank, label, kept, upstream, needed)
+    return [gradient if need else None for gradient, need in zip(gradients, needed, strict=True)]
+
+
+def _joint_loss_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, blank, label, kept = output
+    ctx.mark_non_differentiable(blank, label, kept)
+    _joint_context(ctx, inputs, blank, label, kept)
+
+
+def _joint_loss_backward(ctx: Any, d_losses: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    blank, label, kept = ctx.saved_tensors[8:]
+    return *_joint_backward(ctx, blank, label, kept, d_losses), *(None,) * 16
+
+
+def _joint_log_probs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    kept = output[2]
+    ctx.mark_non_differentiable(kept)
+    _joint_context(ctx, inputs, kept)
+    ctx.shape = output[0].shape
+
+
+def _joint_log_probs_backward(ctx: Any, d_blank: Tensor | None, d_label: Tensor | None, _: None) -> tuple[Any, ...]:
+    """The weights are minus the gradients of the planes, which are not read outside the lengths."""
+    encoder, *_, targets, encoder_lengths, target_lengths, _, kept = ctx.saved_tensors
+    blank, rows, host_sync = ctx.numbers[:3]
+    inside = dense_mask(Alignment(targets, encoder_lengths, target_lengths, blank, encoder.shape[1], rows, host_sync))
+    zero = kept.new_zeros((), dtype=torch.promote_types(kept.dtype, torch.float32))
+    blank_weight = label_weight = zero.expand(ctx.shape)
+    if d_blank is not None:
+        blank_weight = torch.where(inside, -d_blank, zero)
+    if d_label is not None:
+        label_weight = torch.where(inside, torch.nn.functional.pad(-d_label, (0, 1)), zero)
+    upstream = zero.new_ones(ctx.shape[0])
+    return *_joint_backward(ctx, blank_weight, label_weight, kept, upstream), *(None,) * 14
+
+
+joint_loss_operator.register_autograd(_joint_loss_backward, setup_context=_joint_loss_context)
+joint_log_probs_operator.register_autograd(_joint_log_probs_backward, setup_context=_joint_log_probs_context)

@@ -1,0 +1,104 @@
+"""Rows in tiles of one static size, and functions of a tile compiled once each.
+
+A tile's size depends on the shapes of the output layer alone, never on a batch's lengths, so that a compiled function
+serves a whole training run; what is missing in the last tile is filled up with rows that have no node.  Integers are
+looked up for a block of tiles at a time.  Before: layout.py, tiling.py.  After: loss.py, dense_loss.py.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rnnt.layout import row_offsets, rows_at
+from rnnt.problem import Alignment
+from rnnt.tiling import tile_size
+
+# Bytes of a tile's intermediates, and the most rows of one: a core's cache on the CPU; elsewhere work enough to hide
+# the launches.
+WORKSPACE = {"cpu": 4 * 2**20, "cuda": 320 * 2**20}
+LARGEST_TILE = {"cpu": 512, "cuda": 2**16}
+BLOCK = 2**19
+
+
+class TileRows(NamedTuple):
+    """A tile's rows, [rows] int64 each."""
+
+    utterance: Tensor
+    frame: Tensor  # index into [B T, H]
+    state: Tensor  # index into [B U1, H]
+    label: Tensor  # -1: none
+    row: Tensor  # packed index
+    node: Tensor  # index into a flat plane [B T U1 + 1], whose last element belongs to the rows without a node
+
+
+@functools.cache
+def compiled(function: Callable[..., Any], constants: tuple[Any, ...]) -> Callable[..., Any]:
+    """function(constants, ...) as one graph of torch.compile, which never falls back to eager execution.
+
+    torch.compile counts recompilations per code object and refuses at a limit, so each set of constants gets its own.
+    """
+
+    def call(*arguments: Any) -> Any:
+        return function(constants, *arguments)
+
+    call.__code__ = call.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
+    return torch.compile(call, fullgraph=True, dynamic=False)
+
+
+_numbers = itertools.count()
+
+
+def static_size(tile_rows: int | str | None, row_bytes: int, device: torch.device, alignment: Alignment) -> int:
+    """Rows of a tile."""
+    kind = "cpu" if device.type == "cpu" else "cuda"
+    size = tile_size(tile_rows, row_bytes, WORKSPACE[kind])
+    if not isinstance(tile_rows, int):
+        return min(size, LARGEST_TILE[kind])
+    return min(size, 1 << (nodes(alignment) - 1).bit_length())  # the rest would be filled up in vain
+
+
+def tiles(alignment: Alignment, row: Tensor, size: int) -> Iterator[TileRows]:
+    """The given rows [any] int64 in tiles of `size`; at least one tile."""
+    offsets = row_offsets(alignment)
+    past = nodes(alignment)  # no row has this index
+    block = max(BLOCK // size, 1) * size
+    for start in range(0, max(len(row), 1), block):
+        part = row[start : start + block]
+        missing = -len(part) % size if len(part) else size
+        part = torch.nn.functional.pad(part, (0, missing), value=past)
+        utterance, frame, state, label, valid = rows = rows_at(alignment, offsets, part)
+        node = torch.where(valid, rows.node(alignment.columns), past)
+        fields = utterance, frame, state, label, part, node
+        yield from map(TileRows, *(x.split(size) for x in fields))
+
+
+def all_rows(alignment: Alignment) -> Tensor:
+    return torch.arange(alignment.rows, device=alignment.targets.device)
+
+
+def live_rows(blank: Tensor, label: Tensor, alignment: Alignment) -> Tensor:
+    """The rows that have a weight [B, T, U1] other than 0 (NaN is one), or all rows where the host may not wait."""
+    if not alignment.host_sync:
+        return all_rows(alignment)
+    b, t, u = torch.where((blank != 0) | (label != 0))
+    return row_offsets(alignment)[b] + t * (alignment.target_lengths[b] + 1) + u
+
+
+def nodes(alignment: Alignment) -> int:
+    return alignment.utterances * alignment.frames * alignment.columns
+
+
+def dense(values: list[Tensor], node: list[Tensor], alignment: Alignment) -> Tensor:
+    """[B, T, U1] of the tiles' values [rows]; 0 where there is no row."""
+    plane = values[0].new_zeros(nodes(alignment) + 1)
+    plane.index_copy_(0, torch.cat(node), torch.cat(values))
+    return plane[:-1].view(alignment.utterances, alignment.frames, alignment.columns)
+
+
+def flat(plane: Tensor) -> Tensor:
+    """[B, T, U1] as [B T U1 + 1]: 0 for the rows without a node."""
+    return torch.nn.functional.pad(plane.flatten(), (0, 1))
