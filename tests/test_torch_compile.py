@@ -1,0 +1,212 @@
+"""torch.compile: whole graphs of the public functions, registered operators, and how often a tile is compiled."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import rnnt
+from tests.fixtures import P, j_p, s_p
+from tests.support import (
+    assert_budget,
+    budget_of,
+    joint_budget,
+    joint_loss,
+    logits_budget,
+    places,
+    ragged,
+    results,
+    upstream_of,
+    with_gradients,
+)
+
+# aot_eager traces forward and backward as any compiler behind it would, and then runs the graph in eager mode.
+FULL = {"fullgraph": True, "backend": "aot_eager"}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=[param for param in places() if not param.values[0].interpreted])
+def graph_place(request):
+    """A place whose functions a graph can hold; Triton's interpreter is no such place."""
+    return request.param
+
+
+@pytest.mark.parametrize("validate", [True, False], ids=["validated", "unvalidated"])
+@pytest.mark.parametrize("options", [{}, {"clamp": 0.1, "fastemit_lambda": 0.2}], ids=["plain", "clamp-fastemit"])
+def test_joint_loss_as_one_graph(graph_place, options, validate):
+    batch = ragged(4, 5, 3, 5, 6).cast(graph_place.finest, graph_place.device)
+    upstream = upstream_of(batch)
+    expected = joint_budget(batch, upstream, **options)
+    leaves = with_gradients(batch)
+    call = torch.compile(joint_loss, **FULL)
+    loss = call(leaves, reduction="none", backend=graph_place.backend, validate=validate, tile_rows=7, **options)
+    loss.backward(upstream.to(loss))
+    found = {f"d_{name}": x.grad for name, x in leaves.floats().items()}
+    assert_budget({"loss": loss.detach(), **found}, expected)
+
+
+def test_logits_loss_as_one_graph(graph_place):
+    logits = s_p().to(graph_place.device, graph_place.finest)
+    args = [x.to(graph_place.device) for x in P]
+    leaf = logits.clone().requires_grad_()
+    loss = torch.compile(rnnt.rnnt_loss, **FULL)(leaf, *args, 0, reduction="none", backend=graph_place.backend)
+    loss.sum().backward()
+    assert_budget({"loss": loss.detach(), "d_logits": leaf.grad}, logits_budget(logits, *P, blank=0))
+
+
+def test_planes_and_their_loss_as_one_graph(graph_place):
+    batch = j_p().cast(graph_place.finest, graph_place.device)
+
+    def loss_by_planes(batch, backend):
+        options = {"linear_bias": batch.linear_bias, "blank": 0, "backend": backend}
+        planes = rnnt.joint_log_probs(*batch[:3], *batch[4:], **options)
+        return rnnt.rnnt_loss_from_log_probs(*planes, *batch[5:], reduction="none", backend=backend)
+
+    def run(batch, function=loss_by_planes, backend="reference"):
+        leaves = with_gradients(batch)
+        loss = function(leaves, backend)
+        loss.sum().backward()
+        return {"loss": loss.detach(), **{f"d_{name}": x.grad for name, x in leaves.floats().items()}}
+
+    found = run(batch, torch.compile(loss_by_planes, **FULL), graph_place.backend)
+    assert_budget(found, budget_of(batch, run))
+
+
+def test_a_loss_amid_a_compiled_step(graph_place):
+    """As users compile: the loss is one term of a larger function."""
+    place = graph_place
+    batch = j_p().cast(place.finest, place.device)
+
+    def step(batch, backend):
+        return 2 * joint_loss(batch, reduction="sum", blank=0, backend=backend, tile_rows=7) + batch.encoder.sum()
+
+    leaves = with_gradients(batch)
+    loss = torch.compile(step, backend="aot_eager")(leaves, place.backend)
+    loss.backward()
+
+    def run(batch):
+        found = results(batch, backend="reference", blank=0)
+        return {"sum": 2 * found["loss"].sum() + batch.encoder.sum(), "d_encoder": 2 * found["d_encoder"] + 1}
+
+    assert_budget({"sum": loss.detach(), "d_encoder": leaves.encoder.grad}, budget_of(batch, run))
+
+
+def test_graphs_check_values(graph_place):
+    """The checks of lengths and labels are part of the graph."""
+    batch = j_p().cast(graph_place.finest, graph_place.device)
+    batch = batch._replace(encoder_lengths=torch.tensor([7, 2])).on(graph_place.device)
+    call = torch.compile(joint_loss, **FULL)
+    with pytest.raises(ValueError, match=r"encoder_lengths\[0\]: expected a length in \[1, 4\] \(T = 4\), got 7"):
+        call(batch, reduction="sum", blank=0, backend=graph_place.backend)
+
+
+def test_graphs_refuse_a_second_derivative(graph_place):
+    leaves = with_gradients(j_p().cast(graph_place.finest, graph_place.device))
+    loss = torch.compile(joint_loss, **FULL)(leaves, reduction="sum", blank=0, backend=graph_place.backend)
+    (gradient,) = torch.autograd.grad(loss, leaves.encoder, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        gradient.pow(2).sum().backward()
+
+
+def test_modules_as_one_graph(graph_place):
+    torch.manual_seed(0)
+    module = rnnt.RNNTJointLoss(6, 5, encoder_features=9, blank=0, backend=graph_place.backend).to(graph_place.device)
+    batch = j_p().cast(torch.float32, graph_place.device).on(graph_place.device)
+    encoder = torch.randn(2, 4, 9, device=graph_place.device)
+    loss = torch.compile(module, **FULL)(encoder, batch.predictor, *batch[4:])
+    expected = module(encoder, batch.predictor, *batch[4:])
+    assert abs(loss - expected) <= 8 * torch.finfo(torch.float32).eps * expected
+
+
+class Recorder(TorchDispatchMode):
+    """The calls of the package's operators, as they arrive below autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, tuple] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "rnnt":
+            self.calls.setdefault(str(function), (function, args, kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+def test_operators(place):
+    """Each registered operator that the backend calls: schema, autograd registration, fake, traced forward and back."""
+    batch = j_p().cast(torch.float32, place.device)
+    logits = s_p().to(place.device, torch.float32)
+    args = [x.to(place.device) for x in P]
+    with Recorder() as recorder:
+        for tile_rows in (7, None):
+            results(batch, blank=0, backend=place.backend, tile_rows=tile_rows)
+        leaves = with_gradients(batch)
+        options = {"linear_bias": leaves.linear_bias, "blank": 0, "backend": place.backend}
+        planes = rnnt.joint_log_probs(*leaves[:3], *leaves[4:], **options)
+        loss = rnnt.rnnt_loss_from_log_probs(*planes, *leaves[5:], reduction="sum", backend=place.backend)
+        loss.backward()
+        leaf = logits.requires_grad_()
+        rnnt.rnnt_loss(leaf, *args, blank=0, reduction="sum", backend=place.backend).backward()
+    expected = {name for name in registered() if name.startswith(f"rnnt.{place.backend}_")}
+    assert {name.removesuffix(".default") for name in recorder.calls} == expected
+    for function, call_args, kwargs in recorder.calls.values():
+        differentiable = "bwd" not in str(function)
+        call_args = [
+            x.detach().clone().requires_grad_(differentiable)
+            if isinstance(x, torch.Tensor) and x.is_floating_point()
+            else x
+            for x in call_args
+        ]
+        torch.library.opcheck(function, tuple(call_args), kwargs)
+
+
+def registered() -> list[str]:
+    names = torch._C._dispatch_get_all_op_names()
+    return [name.replace("::", ".") for name in names if name.startswith("rnnt::")]
+
+
+def test_check_values_operator():
+    args = (P[0], P[1], P[2], 4, 5, 0)
+    torch.library.opcheck(torch.ops.rnnt.check_values, args)
+    torch.library.opcheck(torch.ops.rnnt.check_values, (*args[:4], None, 0))
+    lengths = torch.ops.rnnt.check_values(*args)
+    assert lengths.tolist() == [[4, 2], [3, 1]]
+    with pytest.raises(ValueError, match="expected a length"):
+        torch.ops.rnnt.check_values(P[0], torch.tensor([5, 2]), P[2], 4, 5, 0)
+
+
+def compilations() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("tile_rows", [16, "auto"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_forty_shapes_compile_a_few_times(device, tile_rows):
+    """Distinct B, T and U at each call, among them single frames and no labels, and ragged last tiles."""
+    counters.clear()
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(1, 1, 0), (1, 1, 3), (2, 1, 0), (1, 30, 0)]
+    while len(set(sizes)) < 40:
+        sizes.append(tuple(int(torch.randint(low, 9, (1,), generator=generator)) for low in (1, 1, 0)))
+    for B, T, U in sorted(set(sizes)):
+        results(ragged(B, T, U, 7, 12).cast(torch.float32, device), backend="compiled", tile_rows=tile_rows)
+    assert 1 <= compilations() <= 4
+    frames = counters["frames"]
+    assert frames["total"] == frames["ok"]
+    assert not Counter(counters["recompile_limit"])
+
+
+@pytest.mark.compiled
+def test_recompilations_would_be_counted():
+    """The check above can fail: a function that is compiled anew for each size passes the bound."""
+    counters.clear()
+    call = torch.compile(lambda x: x.sin().sum(), backend="eager", dynamic=False)
+    for n in range(1, 7):
+        call(torch.ones(n))
+    assert compilations() == 6
