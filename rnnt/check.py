@@ -26,9 +26,10 @@ QUANTITIES = ("loss", "d_encoder", "d_predictor", "d_linear_weight", "d_linear_b
 DTYPES = {str(x).removeprefix("torch."): x for x in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 DEFAULT_DTYPES = ("float64", "float32", "bfloat16")
 
-# Rounding band in units of the dtype's epsilon: half a step of a 16-bit result, and in wider dtypes what another order
-# of the same sums may change (measured over permuted classes and features: at most 4 in float32, 32 in float64).
-ROUNDING_STEPS = {torch.float64: 64.0, torch.float32: 8.0, torch.bfloat16: 0.5, torch.float16: 0.5}
+# Rounding band in units of the dtype's epsilon: half a step of a 16-bit result; in float32 what another order of the
+# same sums may change (measured over permuted classes and features: at most 4); in float64, where the reference is the
+# truth itself, what an occupancy loses as exp(alpha + beta - log Z) with log Z in the thousands.
+ROUNDING_STEPS = {torch.float64: 2.0**14, torch.float32: 8.0, torch.bfloat16: 0.5, torch.float16: 0.5}
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,11 @@ class Comparison(NamedTuple):
 
 
 def compare(names: list[str], dtypes: list[str], device: str, shapes: tuple[Shape, ...]) -> Iterator[Comparison]:
-    """Every backend in every dtype at every shape, tiled and untiled (the reference has no tiles)."""
+    """Every backend in every dtype at every shape, tiled and untiled (the reference has no tiles).
+
+    A backend that raises is a failed line; the traceback of each different message goes to stderr once.
+    """
+    traced = set()
     for dtype_name in dtypes:
         dtype = DTYPES[dtype_name]
         for shape in shapes:
@@ -171,6 +176,9 @@ def compare(names: list[str], dtypes: list[str], device: str, shapes: tuple[Shap
                 for tile_rows in (None,) if name == "reference" else (shape.tile_rows, None):
                     tiles = "-" if name == "reference" else str(tile_rows or "untiled")
                     line = Comparison(name, dtype_name, tiles, shape.name, {}, budgets, None, False)
+                    if name == "triton" and device == "cpu" and dtype == torch.bfloat16:
+                        yield line._replace(reason="not compared: Triton's interpreter cuts bfloat16 off, unrounded")
+                        continue
                     show_progress(f"{name} {dtype_name} {tiles} {shape.name}")
                     try:
                         found = errors(results(inputs, shape, name, dtype, device, tile_rows), exact)
@@ -181,7 +189,9 @@ def compare(names: list[str], dtypes: list[str], device: str, shapes: tuple[Shap
                         if isinstance(error, ValueError) and str(error).startswith("backend: ") and refusal:
                             yield line._replace(reason=f"not taken: {refusal}")
                             continue
-                        traceback.print_exc()
+                        if str(error) not in traced:
+                            traceback.print_exc()
+                        traced.add(str(error))
                         message = str(error).strip().partition("\n")[0]
                         yield line._replace(reason=f"failed: {type(error).__name__}: {message}", failed=True)
 
@@ -266,6 +276,6 @@ def run(options: argparse.Namespace) -> int:
         failed += line.failed
     print(f"\n{compared} compared, {failed} over budget or failed")
     if compared + failed == 0:
-        print("check: no requested backend takes a requested dtype", file=sys.stderr)
+        print("check: nothing could be compared", file=sys.stderr)
         return 2
     return 1 if failed else 0
