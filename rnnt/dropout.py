@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 MASK32 = 0xFFFFFFFF
-GOLDEN = 0x9E3779B9
+GOLDEN = 0x61C88647  # 2^32 divided by the golden ratio, negated: below 2^31, which Inductor's index arithmetic needs
 SECOND_KEY = 0x85EBCA6B
 MULTIPLY_1 = 0x7FEB352D
 MULTIPLY_2 = 0x846CA68B

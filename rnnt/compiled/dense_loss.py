@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rnnt.compiled import lattice, log_probs
 from rnnt.compiled.log_probs import DenseTile
-from rnnt.compiled.tiles import TileRows, all_rows, compiled, dense, flat, nodes, static_size, tiles
+from rnnt.compiled.tiles import TileRows, all_rows, compiled, dense, flat, flat_planes, nodes, static_size, tiles
 from rnnt.layout import dense_mask
 from rnnt.problem import Alignment, LogitsProblem, LogProbsProblem, loss_dtype
 
@@ -62,16 +62,17 @@ def logits_loss_operator(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """losses [B]; for the backward pass, else empty, two weights [B, T, U1]."""
     alignment = Alignment(targets, encoder_lengths, target_lengths, blank, logits.shape[1], rows)
-    blanks, labels, node = [], [], []
+    planes = flat_planes(alignment, logits.dtype)
     with torch.no_grad():
         tile = _tile(logits, alignment, log_softmax, clamp)
         for scores, tile_rows in _tiles(logits, tile, alignment):
             logp_blank, logp_label = compiled(log_probs.dense_score, tile)(scores, tile_rows.label)
-            blanks.append(logp_blank)
-            labels.append(logp_label)
-            node.append(tile_rows.node)
-        planes = dense(blanks, node, alignment), dense(labels, node, alignment)[:, :, :-1]
-        return lattice.losses_and_weights(*planes, alignment, fastemit_lambda, with_gradient=with_gradient)
+            planes[0].index_copy_(0, tile_rows.node, logp_blank)
+            planes[1].index_copy_(0, tile_rows.node, logp_label)
+        logp_blank, logp_label = dense(planes, alignment)
+        return lattice.losses_and_weights(
+            logp_blank, logp_label, alignment, fastemit_lambda, with_gradient=with_gradient
+        )
 
 
 @torch.library.custom_op("rnnt::compiled_logits_backward", mutates_args=())

@@ -24,7 +24,7 @@ from torch import Tensor
 from rnnt.compiled import lattice, log_probs
 from rnnt.compiled.joint import add_rows, matrix
 from rnnt.compiled.log_probs import JointInputs, Tile
-from rnnt.compiled.tiles import all_rows, compiled, dense, flat, live_rows, static_size, tiles
+from rnnt.compiled.tiles import all_rows, compiled, dense, flat, flat_planes, live_rows, static_size, tiles
 from rnnt.layout import dense_mask
 from rnnt.problem import Alignment, JointProblem
 
@@ -53,21 +53,20 @@ def _wanted(problem: JointProblem) -> bool:
 
 
 def _score(problem: JointProblem, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """logp_blank, logp_label [B, T, U1]; the rows' logits [rows, V] when they are kept, else empty."""
+    """logp_blank [B, T, U1], logp_label [B, T, U]; the rows' logits [rows, V] when they are kept, else empty."""
     alignment = problem.alignment
     inputs = _constants(problem)
     size = _size(problem, backward=False)
     call = compiled(log_probs.score, _tile(problem, inputs, size, keep))
-    blank, label, node = [], [], []
+    planes = flat_planes(alignment, problem.compute_dtype)
     kept = inputs.weight.new_empty((-(-alignment.rows // size) * size if keep else 0, len(inputs.weight)))
     for number, rows in enumerate(tiles(alignment, all_rows(alignment), size)):
         logp_blank, logp_label, *logits = call(inputs, rows)
-        blank.append(logp_blank)
-        label.append(logp_label)
-        node.append(rows.node)
+        planes[0].index_copy_(0, rows.node, logp_blank)
+        planes[1].index_copy_(0, rows.node, logp_label)
         if keep:
             kept[number * size : (number + 1) * size] = logits[0]
-    return dense(blank, node, alignment), dense(label, node, alignment), kept
+    return *dense(planes, alignment), kept
 
 
 def _gradients(
@@ -206,7 +205,7 @@ def joint_loss_operator(
     with torch.no_grad():
         logp_blank, logp_label, kept = _score(problem, untiled and with_gradient)
         losses, blank_weight, label_weight = lattice.losses_and_weights(
-            logp_blank, logp_label[:, :, :-1], problem.alignment, fastemit_lambda, occupancy_threshold, with_gradient
+            logp_blank, logp_label, problem.alignment, fastemit_lambda, occupancy_threshold, with_gradient
         )
     return losses, blank_weight, label_weight, kept
 
@@ -225,7 +224,7 @@ def joint_log_probs_operator(
     )  # fmt: skip
     with torch.no_grad():
         logp_blank, logp_label, kept = _score(problem, untiled and with_gradient)
-    return logp_blank, logp_label[:, :, :-1].contiguous(), kept
+    return logp_blank.clone(), logp_label.contiguous(), kept
 
 
 @torch.library.custom_op("rnnt::compiled_joint_backward", mutates_args=())

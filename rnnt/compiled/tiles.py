@@ -92,11 +92,16 @@ def nodes(alignment: Alignment) -> int:
     return alignment.utterances * alignment.frames * alignment.columns
 
 
-def dense(values: list[Tensor], node: list[Tensor], alignment: Alignment) -> Tensor:
-    """[B, T, U1] of the tiles' values [rows]; 0 where there is no row."""
-    plane = values[0].new_zeros(nodes(alignment) + 1)
-    plane.index_copy_(0, torch.cat(node), torch.cat(values))
-    return plane[:-1].view(alignment.utterances, alignment.frames, alignment.columns)
+def flat_planes(alignment: Alignment, dtype: torch.dtype) -> Tensor:
+    """[2, B T U1 + 1] zeros, float32 or float64: logp_blank and logp_label, for tiles to write to by node."""
+    dtype = torch.promote_types(dtype, torch.float32)
+    return torch.zeros((2, nodes(alignment) + 1), dtype=dtype, device=alignment.targets.device)
+
+
+def dense(planes: Tensor, alignment: Alignment) -> tuple[Tensor, Tensor]:
+    """logp_blank [B, T, U1], logp_label [B, T, U] of the flat planes."""
+    blank, label = planes[:, :-1].view(2, alignment.utterances, alignment.frames, alignment.columns)
+    return blank, label[:, :, :-1]
 
 
 def flat(plane: Tensor) -> Tensor:
