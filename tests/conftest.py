@@ -14,8 +14,10 @@ from tests import support
 def pytest_configure(config: pytest.Config) -> None:
     for name in NAMES:
         config.addinivalue_line("markers", f"{name}: runs the backend of that name")
-    # PyTorch's compiler warns of its own doings.
+    # PyTorch warns of its own doings.
     for harmless in (
+        "ignore:Synchronization debug mode is a prototype:UserWarning",
+        "ignore:TensorFloat32 tensor cores for float32 matrix multiplication:UserWarning",
         "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning",
         "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
     ):

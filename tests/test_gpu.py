@@ -80,8 +80,8 @@ def test_no_step_waits_for_the_device(backend, tile_rows):
 
     steps()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         steps()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -90,8 +90,8 @@ def test_no_step_waits_for_the_device(backend, tile_rows):
 def test_waiting_would_be_seen():
     """The check above can fail: a validated call reads the lengths."""
     batch = ragged(3, 4, 3, 5, 6).cast(torch.float32, "cuda").on("cuda")
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         with pytest.raises(RuntimeError, match="synchroniz"):
             joint_loss(batch, backend="triton")
     finally:

@@ -25,7 +25,7 @@ from rnnt.compiled import lattice, log_probs
 from rnnt.compiled.joint import add_rows, matrix
 from rnnt.compiled.log_probs import JointInputs, Tile
 from rnnt.compiled.tiles import all_rows, compiled, dense, flat, flat_planes, live_rows, static_size, tiles
-from rnnt.layout import dense_mask
+from rnnt.layout import dense_mask, label_mask
 from rnnt.problem import Alignment, JointProblem
 
 
@@ -320,13 +320,14 @@ def _joint_log_probs_backward(ctx: Any, d_blank: Tensor | None, d_label: Tensor 
     """The weights are minus the gradients of the planes, which are not read outside the lengths."""
     encoder, *_, targets, encoder_lengths, target_lengths, _, kept = ctx.saved_tensors
     blank, rows, host_sync = ctx.numbers[:3]
-    inside = dense_mask(Alignment(targets, encoder_lengths, target_lengths, blank, encoder.shape[1], rows, host_sync))
+    alignment = Alignment(targets, encoder_lengths, target_lengths, blank, encoder.shape[1], rows, host_sync)
+    inside, has_label = dense_mask(alignment), label_mask(alignment)
     zero = kept.new_zeros((), dtype=torch.promote_types(kept.dtype, torch.float32))
     blank_weight = label_weight = zero.expand(ctx.shape)
     if d_blank is not None:
         blank_weight = torch.where(inside, -d_blank, zero)
     if d_label is not None:
-        label_weight = torch.where(inside, torch.nn.functional.pad(-d_label, (0, 1)), zero)
+        label_weight = torch.nn.functional.pad(torch.where(has_label, -d_label, zero), (0, 1))
     upstream = zero.new_ones(ctx.shape[0])
     return *_joint_backward(ctx, blank_weight, label_weight, kept, upstream), *(None,) * 14
 

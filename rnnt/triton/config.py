@@ -72,7 +72,7 @@ FOUR_BYTES = Configs(
 
 _SMALL = Config(block_rows=16, block_v=16, block_h=16)
 INTERPRETED = Configs(
-    joint_fwd=_SMALL,
+    joint_fwd=Config(block_rows=8, block_h=16),  # less than the matrix kernels' blocks, as on a GPU
     log_probs_fwd=_SMALL,
     log_probs_bwd=_SMALL,
     hidden_bwd=_SMALL,

@@ -103,21 +103,21 @@ def joint_fwd_kernel(
     predictor_stride_b, predictor_stride_u, predictor_stride_h,
     utterances, search_steps, labels, features, padded_features, dropout_p, drop_threshold,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, LIVE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+    PAD_ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Owns BLOCK_ROWS rows of hidden; reads their encoder and predictor states.  Writes each row's next label as well
     (-1: none) and, of live rows, its utterance's upstream gradient.
 
-    Rows past the count and features past H are written as zeros, so that matrix products need no masks.
+    Rows past the count, up to a whole block of the matrix kernels, and features past H are written as zeros, so that
+    matrix products need no masks.
     """
     count = tl.load(count_ptr)
     local = tl.program_id(0) * BLOCK_ROWS
-    start = first + local.to(tl.int64)
-    if start >= count:
+    if (first >= count) | (local >= (count - first + PAD_ROWS - 1) // PAD_ROWS * PAD_ROWS):
         return
-    slot = start + tl.arange(0, BLOCK_ROWS)
+    slot = first + local.to(tl.int64) + tl.arange(0, BLOCK_ROWS)
     mask_row = slot < count
-    slot = tl.where(mask_row, slot, start)
+    slot = tl.where(mask_row, slot, first)
     row = tl.load(row_ptr + slot).to(tl.int64) if LIVE else slot
     b, t, u, columns = locate(row, offsets_ptr, target_lengths_ptr, utterances, search_steps)
     offs_local = local + tl.arange(0, BLOCK_ROWS)
@@ -168,7 +168,7 @@ def _joint_fwd(
         *x.encoder.stride(), *x.predictor.stride(),
         x.utterances, x.search_steps, x.columns - 1, x.features, x.padded_features, x.dropout_p, x.drop_threshold,
         ACTIVATION=x.activation, DROPOUT=x.dropout_p > 0, LIVE=row is not None,
-        BLOCK_ROWS=config.block_rows, BLOCK_H=config.block_h, num_warps=config.num_warps,
+        PAD_ROWS=x.configs.pad_rows, BLOCK_ROWS=config.block_rows, BLOCK_H=config.block_h, num_warps=config.num_warps,
     )  # fmt: skip
 
 
