@@ -182,4 +182,4 @@ def test_lattice(place, sizes):
     found = lattice_results(planes, lengths, place.backend)
     assert_budget({"loss": found["loss"]}, Budget(truth, exact, torch.float32))
     for name in ("d_blank", "d_label"):
-        torch.testing.assert_close(found[name].double(), truth[name], rtol=0, atol=1e-5 if T > 1000 else 1e-6)
+        torch.testing.assert_close(found[name].double(), truth[name], rtol=0, atol=1e-5 if T + U > 1000 else 1e-6)

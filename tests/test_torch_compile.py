@@ -110,7 +110,7 @@ def test_graphs_refuse_a_second_derivative(graph_place):
     leaves = with_gradients(j_p().cast(graph_place.finest, graph_place.device))
     loss = torch.compile(joint_loss, **FULL)(leaves, reduction="sum", blank=0, backend=graph_place.backend)
     (gradient,) = torch.autograd.grad(loss, leaves.encoder, create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward|does not require grad"):  # by version of torch
+    with pytest.raises(RuntimeError, match=r"double backward|does not require grad"):  # by version of torch
         gradient.pow(2).sum().backward()
 
 

@@ -68,7 +68,7 @@ def logits_fwd(
     """logp_blank, logp_label, lse [N] float32 of logits [B, T, U1, V]."""
     utterances, _, columns, classes = logits.shape
     config = configs(torch.float32).logits
-    logp_blank, logp_label, lse = torch.empty((3, rows), dtype=torch.float32, device=logits.device).unbind(0)
+    logp_blank, logp_label, lse = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
     logits_fwd_kernel[(rows,)](
         logits, targets, offsets, target_lengths,
         logp_blank, logp_label, lse,
