@@ -45,7 +45,7 @@ def _arguments(alignment: Alignment) -> tuple[Any, ...]:
 
 def _tile(logits: Tensor, alignment: Alignment, log_softmax: bool, clamp: float) -> DenseTile:
     classes = logits.shape[3]
-    size = static_size("auto", 2 * classes * logits.dtype.itemsize, logits.device, alignment)
+    size = static_size("auto", 2 * classes * logits.dtype.itemsize, logits.device)
     return DenseTile(size, classes, logits.dtype, logits.device, alignment.blank, clamp, log_softmax)
 
 

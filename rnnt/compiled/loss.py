@@ -155,7 +155,7 @@ def _size(problem: JointProblem, backward: bool) -> int:
     row_bytes = (classes + features) * number  # logits, hidden
     if backward:
         row_bytes = 2 * row_bytes + features * max(number, 4)  # their gradients, d_pre
-    return static_size(problem.tile_rows, row_bytes, problem.device, problem.alignment)
+    return static_size(problem.tile_rows, row_bytes, problem.device)
 
 
 # Operators.  Their arguments are a problem taken apart: floats, integers, then what is not a tensor.
@@ -240,7 +240,7 @@ def joint_backward_operator(
         encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
         blank, rows, host_sync, activation, dropout_p, clamp, tile_rows, untiled, dtype,
     )  # fmt: skip
-    with _above_autograd(), torch.no_grad():
+    with _above_autograd(), torch.no_grad(), torch.autocast(encoder.device.type, enabled=False):
         gradients = _gradients(problem, blank_weight, label_weight, upstream, kept, needed)
     d_encoder, d_predictor, d_weight, d_bias = gradients
     return d_encoder, d_predictor, d_weight, d_bias
@@ -291,8 +291,9 @@ def _joint_context(ctx: Any, inputs: tuple[Any, ...], *results: Tensor) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _joint_backward(ctx: Any, blank: Tensor, label: Tensor, kept: Tensor, upstream: Tensor) -> list[Tensor | None]:
-    tensors = ctx.saved_tensors[:8]
+def _joint_backward(
+    ctx: Any, tensors: list[Tensor], blank: Tensor, label: Tensor, kept: Tensor, upstream: Tensor
+) -> list[Tensor | None]:
     needed = [need and x is not None for need, x in zip(ctx.needs_input_grad[:4], tensors[:4], strict=True)]
     gradients = joint_backward_operator(*tensors, *ctx.numbers, blank, label, kept, upstream, needed)
     return [gradient if need else None for gradient, need in zip(gradients, needed, strict=True)]
@@ -305,8 +306,8 @@ def _joint_loss_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
 
 
 def _joint_loss_backward(ctx: Any, d_losses: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    blank, label, kept = ctx.saved_tensors[8:]
-    return *_joint_backward(ctx, blank, label, kept, d_losses), *(None,) * 16
+    *tensors, blank, label, kept = ctx.saved_tensors  # once: activation checkpointing forbids a second look
+    return *_joint_backward(ctx, tensors, blank, label, kept, d_losses), *(None,) * 16
 
 
 def _joint_log_probs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -318,7 +319,8 @@ def _joint_log_probs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Te
 
 def _joint_log_probs_backward(ctx: Any, d_blank: Tensor | None, d_label: Tensor | None, _: None) -> tuple[Any, ...]:
     """The weights are minus the gradients of the planes, which are not read outside the lengths."""
-    encoder, *_, targets, encoder_lengths, target_lengths, _, kept = ctx.saved_tensors
+    *tensors, kept = ctx.saved_tensors
+    encoder, _, _, _, targets, encoder_lengths, target_lengths, _ = tensors
     blank, rows, host_sync = ctx.numbers[:3]
     alignment = Alignment(targets, encoder_lengths, target_lengths, blank, encoder.shape[1], rows, host_sync)
     inside, has_label = dense_mask(alignment), label_mask(alignment)
@@ -329,7 +331,7 @@ def _joint_log_probs_backward(ctx: Any, d_blank: Tensor | None, d_label: Tensor 
     if d_label is not None:
         label_weight = torch.nn.functional.pad(torch.where(has_label, -d_label, zero), (0, 1))
     upstream = zero.new_ones(ctx.shape[0])
-    return *_joint_backward(ctx, blank_weight, label_weight, kept, upstream), *(None,) * 14
+    return *_joint_backward(ctx, tensors, blank_weight, label_weight, kept, upstream), *(None,) * 14
 
 
 joint_loss_operator.register_autograd(_joint_loss_backward, setup_context=_joint_loss_context)

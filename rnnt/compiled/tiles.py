@@ -19,9 +19,9 @@ from rnnt.tiling import tile_size
 
 # Bytes of a tile's intermediates, and the most rows of one: a core's cache on the CPU; elsewhere work enough to hide
 # the launches.
-WORKSPACE = {"cpu": 4 * 2**20, "cuda": 320 * 2**20}
+WORKSPACE = {"cpu": 4 * 2**20, "cuda": 192 * 2**20}
 LARGEST_TILE = {"cpu": 512, "cuda": 2**16}
-BLOCK = 2**19
+BLOCK = 2**18
 
 
 class TileRows(NamedTuple):
@@ -52,13 +52,11 @@ def compiled(function: Callable[..., Any], constants: tuple[Any, ...]) -> Callab
 _numbers = itertools.count()
 
 
-def static_size(tile_rows: int | str | None, row_bytes: int, device: torch.device, alignment: Alignment) -> int:
+def static_size(tile_rows: int | str | None, row_bytes: int, device: torch.device) -> int:
     """Rows of a tile."""
     kind = "cpu" if device.type == "cpu" else "cuda"
     size = tile_size(tile_rows, row_bytes, WORKSPACE[kind])
-    if not isinstance(tile_rows, int):
-        return min(size, LARGEST_TILE[kind])
-    return min(size, 1 << (nodes(alignment) - 1).bit_length())  # the rest would be filled up in vain
+    return size if isinstance(tile_rows, int) else min(size, LARGEST_TILE[kind])
 
 
 def tiles(alignment: Alignment, row: Tensor, size: int) -> Iterator[TileRows]:

@@ -238,14 +238,17 @@ def joint_bwd_operator(
             step(first)
 
     classes, features = linear_weight.shape
-    d_weight = d_weight.sum(0)[:classes, :features] if need_weight else d_weight[:0].flatten()
-    d_bias = d_bias.sum(0)[:classes] if need_bias else d_bias[:0].flatten()
+    if need_weight:
+        d_weight = d_weight[0] if shares == 1 else d_weight.sum(0)  # one share needs no copy
+        d_weight = d_weight[:classes, :features]
+    if need_bias:
+        d_bias = d_bias.sum(0)[:classes]
     bias_dtype = linear_weight.dtype if linear_bias is None else linear_bias.dtype
-    return (
-        (d_encoder * unit).to(encoder.dtype),
-        (d_predictor * unit).to(predictor.dtype),
-        (d_weight * unit).to(linear_weight.dtype),
-        (d_bias * unit).to(bias_dtype),
+    sums = d_encoder, d_predictor, d_weight, d_bias
+    dtypes = encoder.dtype, predictor.dtype, linear_weight.dtype, bias_dtype
+    return tuple(
+        (total.mul_(unit) if need else total.flatten()).to(dtype).contiguous()
+        for total, need, dtype in zip(sums, needed, dtypes, strict=True)
     )
 
 
@@ -270,11 +273,10 @@ def _joint_context(ctx: Any, inputs: tuple[Any, ...], lse: Tensor, logits: Tenso
 
 
 def _joint_backward(
-    ctx: Any, weight_blank: Tensor, weight_label: Tensor, upstream: Tensor,
-    fastemit_lambda: float, clamp: float, occupancy_threshold: float,
+    ctx: Any, tensors: list[Tensor], weight_blank: Tensor, weight_label: Tensor, lse: Tensor, logits: Tensor,
+    upstream: Tensor, fastemit_lambda: float, clamp: float, occupancy_threshold: float,
 ) -> list[Tensor | None]:  # fmt: skip
     """Gradients of the four float inputs."""
-    *tensors, lse, logits = ctx.saved_tensors[:10]
     needed = [need and x is not None for need, x in zip(ctx.needs_input_grad[:4], tensors[:4], strict=True)]
     gradients = joint_bwd_operator(
         *tensors, *ctx.numbers, weight_blank, weight_label, lse, logits, upstream.float(),
@@ -293,8 +295,9 @@ def _joint_loss_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
 def _joint_loss_backward(ctx: Any, d_losses: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if d_losses is None:
         return (None,) * 20
-    occupancy_blank, occupancy_label = ctx.saved_tensors[10:]
-    return *_joint_backward(ctx, occupancy_blank, occupancy_label, d_losses, *ctx.options), *(None,) * 16
+    *tensors, lse, logits, occupancy_blank, occupancy_label = ctx.saved_tensors  # once: checkpointing allows no more
+    occupancies = occupancy_blank, occupancy_label
+    return *_joint_backward(ctx, tensors, *occupancies, lse, logits, d_losses, *ctx.options), *(None,) * 16
 
 
 joint_loss_operator.register_autograd(_joint_loss_backward, setup_context=_joint_loss_context)
@@ -309,7 +312,8 @@ def _joint_log_probs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Te
 def _joint_log_probs_backward(ctx: Any, d_blank: Tensor | None, d_label: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if d_blank is None and d_label is None:
         return (None,) * 16
-    encoder, predictor, _, _, targets, encoder_lengths, target_lengths, _ = ctx.saved_tensors[:8]
+    *tensors, lse, logits = ctx.saved_tensors
+    encoder, predictor, _, _, targets, encoder_lengths, target_lengths, _ = tensors
     blank, rows = ctx.numbers[:2]
     alignment = Alignment(targets, encoder_lengths, target_lengths, blank, encoder.shape[1], rows)
     shape = (encoder.shape[0], encoder.shape[1], predictor.shape[1])
@@ -317,7 +321,8 @@ def _joint_log_probs_backward(ctx: Any, d_blank: Tensor | None, d_label: Tensor 
     d_label = encoder.new_zeros((*shape[:2], shape[2] - 1), dtype=torch.float32) if d_label is None else d_label
     weight_blank, weight_label = pack(-d_blank, -d_label, alignment)
     upstream = encoder.new_ones(shape[0], dtype=torch.float32)
-    return *_joint_backward(ctx, weight_blank, weight_label, upstream, 0.0, 0.0, 0.0), *(None,) * 12
+    weights = weight_blank, weight_label
+    return *_joint_backward(ctx, tensors, *weights, lse, logits, upstream, 0.0, 0.0, 0.0), *(None,) * 12
 
 
 joint_log_probs_operator.register_autograd(_joint_log_probs_backward, setup_context=_joint_log_probs_context)
