@@ -257,14 +257,14 @@ def _joint_problem(
     check_size("predictor", "B", utterances, predictor.shape[0])
     check_size("predictor", "H", features, predictor.shape[2])
     check_size("linear_weight", "H", features, linear_weight.shape[1])
-    weights = (linear_weight,)
+    inputs = [encoder, predictor, linear_weight]
     if linear_bias is not None:
         check_float("linear_bias", linear_bias, ("V",), encoder.device)
         check_size("linear_bias", "V", classes, linear_bias.shape[0])
-        weights = (linear_weight, linear_bias)
+        inputs.append(linear_bias)
     check_name("activation", activation, ACTIVATIONS)
     dropout = check_dropout(dropout_p)
-    dtype = compute_dtype(encoder, predictor, *weights)
+    dtype = compute_dtype(*inputs)
     alignment = _align(
         "predictor", encoder, frames, predictor.shape[1], targets, "encoder_lengths", encoder_lengths, target_lengths,
         blank=check_blank(blank, classes), classes=classes, validate=validate,

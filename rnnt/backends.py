@@ -98,26 +98,26 @@ def _warn_reference(reason: str) -> None:
     warnings.warn(f"rnnt: backend='auto' takes the slow reference backend: {reason}", stacklevel=4)
 
 
+def _refusal(name: str, problem: Problem) -> str | None:
+    """Why the backend does not take the problem, here or at all."""
+    reason = unavailable(name, problem.device.type)
+    return _load(name).unsupported(problem) if reason is None else reason
+
+
 def choose(name: str, problem: Problem) -> ModuleType:
     """The backend that computes this problem."""
     check_name("backend", name, (*NAMES, "auto"))
-    device = problem.device.type
     if name != "auto":
-        reason = unavailable(name, device)
+        reason = _refusal(name, problem)
         if reason is not None and "pip install" in reason:
             raise ImportError(f"backend {name!r}: {reason}")
-        backend = _load(name) if reason is None else None
-        reason = reason or backend.unsupported(problem)
         if reason is not None:
             raise ValueError(f"backend: expected one that can take this call, got {name!r}: {reason}")
-        return backend
-    reason = "none"
-    for candidate in ("triton", "compiled") if device == "cuda" else ("compiled",):
-        reason = unavailable(candidate, device)
-        backend = _load(candidate) if reason is None else None
-        reason = reason or backend.unsupported(problem)
+        return _load(name)
+    for candidate in ("triton", "compiled") if problem.device.type == "cuda" else ("compiled",):
+        reason = _refusal(candidate, problem)
         if reason is None:
-            return backend
+            return _load(candidate)
     if not torch.compiler.is_compiling():
-        _warn_reference(reason)
+        _warn_reference(str(reason))
     return _load("reference")

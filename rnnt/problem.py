@@ -11,7 +11,8 @@ here; values (lengths and labels) are checked in validation.py.  Before: api.py.
 """
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,8 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OCCUPANCY_THRESHOLD = {torch.bfloat16: 1e-4, torch.float16: 1e-5, torch.float32: 1e-8, torch.float64: 0.0}
 
 
-class Alignment(NamedTuple):
+@dataclass(frozen=True)
+class Alignment:
     """The integer side of a problem; all tensors int64 on the problem's device."""
 
     targets: Tensor  # [B, U]
@@ -46,7 +48,8 @@ class Alignment(NamedTuple):
         return self.targets.shape[1] + 1
 
 
-class JointProblem(NamedTuple):
+@dataclass(frozen=True)
+class JointProblem:
     encoder: Tensor  # [B, T, H]
     predictor: Tensor  # [B, U1, H]
     linear_weight: Tensor  # [V, H]
@@ -66,7 +69,8 @@ class JointProblem(NamedTuple):
         return self.encoder.device
 
 
-class LogitsProblem(NamedTuple):
+@dataclass(frozen=True)
+class LogitsProblem:
     logits: Tensor  # [B, T, U1, V]; log-probabilities when log_softmax is False
     alignment: Alignment
     log_softmax: bool
@@ -78,7 +82,8 @@ class LogitsProblem(NamedTuple):
         return self.logits.device
 
 
-class LogProbsProblem(NamedTuple):
+@dataclass(frozen=True)
+class LogProbsProblem:
     logp_blank: Tensor  # [B, T, U1]
     logp_label: Tensor  # [B, T, U]
     alignment: Alignment

@@ -34,9 +34,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(params=support.places())
 def place(request: pytest.FixtureRequest) -> support.Place:
     return request.param
-
-
-@pytest.fixture(params=support.places(tiled=True))
-def tiled_place(request: pytest.FixtureRequest) -> support.Place:
-    """A place whose backend works in tiles."""
-    return request.param

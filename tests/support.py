@@ -44,8 +44,8 @@ class Place(NamedTuple):
         return self.backend == "triton" and self.device == "cpu"
 
 
-def places(*, tiled: bool = False) -> list[Any]:
-    """pytest parameters, one per backend and device under test; tiled: without the reference backend."""
+def places() -> list[Any]:
+    """pytest parameters, one per backend and device under test."""
     asked = [name for name in os.environ.get("RNNT_TEST_BACKENDS", "").split(",") if name]
     unknown = set(asked) - set(NAMES)
     if unknown:
@@ -61,16 +61,33 @@ def places(*, tiled: bool = False) -> list[Any]:
     return [
         pytest.param(place, id=str(place), marks=[getattr(pytest.mark, place.backend), *gpu_mark(place.device)])
         for place in found
-        if not (tiled and place.backend == "reference")
     ]
 
 
-def at_places(cases: list[Any], gpu_cases: list[Any], *, tiled: bool = False) -> list[Any]:
+def at_places(cases: list[Any], gpu_cases: list[Any]) -> list[Any]:
     """pytest parameters (place, case): `cases` for places on the CPU, `gpu_cases` on the GPU."""
     return [
         pytest.param(place, case, id=f"{place}-{case}", marks=marks)
-        for (place,), marks, _ in places(tiled=tiled)
+        for (place,), marks, _ in places()
         for case in (gpu_cases if place.device == "cuda" else cases)
+    ]
+
+
+def tilings() -> list[Any]:
+    """pytest parameters (place, tile_rows): a row, a few, chosen, untiled.
+
+    The reference backend has no tiles, and under the interpreter a tile of one row is one of several.
+    """
+
+    def sizes(place: Place) -> list[int | str | None]:
+        if place.backend == "reference":
+            return ["auto"]
+        return [7, None] if place.interpreted else [1, 7, "auto", None]
+
+    return [
+        pytest.param(place, tile_rows, id=f"{place}-tile={tile_rows}", marks=marks)
+        for (place,), marks, _ in places()
+        for tile_rows in sizes(place)
     ]
 
 

@@ -79,8 +79,7 @@ def with_forbidden_label(place) -> tuple[Joint, Joint]:
     return batch.cast(place.finest, place.device)
 
 
-@pytest.mark.parametrize("tile_rows", [1, 7, None])
-@pytest.mark.parametrize("threshold", ["auto", 0, 1e-3])
+@pytest.mark.parametrize(("tile_rows", "threshold"), [(7, "auto"), (7, 1e-3), (None, 0)])
 def test_joint(place, tile_rows, threshold):
     batch = with_forbidden_label(place)
     upstream = upstream_of(batch)

@@ -19,6 +19,7 @@ from tests.support import (
     logits_results,
     ragged,
     results,
+    tilings,
     upstream_of,
     with_gradients,
 )
@@ -101,11 +102,11 @@ def test_order_of_the_batch(place):
     assert_budget(found, expected)
 
 
-@pytest.mark.parametrize("tile_rows", [1, 7, "auto", None])
-def test_size_of_a_tile(tiled_place, tile_rows):
-    batch = batch_at(tiled_place)
+@pytest.mark.parametrize(("place", "tile_rows"), tilings())
+def test_size_of_a_tile(place, tile_rows):
+    batch = batch_at(place)
     upstream = upstream_of(batch)
-    assert_budget(run(tiled_place, batch, upstream, tile_rows=tile_rows), budget(batch, upstream))
+    assert_budget(run(place, batch, upstream, tile_rows=tile_rows), budget(batch, upstream))
 
 
 @pytest.mark.parametrize("seed", [1, 2])

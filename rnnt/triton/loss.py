@@ -246,10 +246,11 @@ def joint_bwd_operator(
     bias_dtype = linear_weight.dtype if linear_bias is None else linear_bias.dtype
     sums = d_encoder, d_predictor, d_weight, d_bias
     dtypes = encoder.dtype, predictor.dtype, linear_weight.dtype, bias_dtype
-    return tuple(
+    d_encoder, d_predictor, d_weight, d_bias = (
         (total.mul_(unit) if need else total.flatten()).to(dtype).contiguous()
         for total, need, dtype in zip(sums, needed, dtypes, strict=True)
     )
+    return d_encoder, d_predictor, d_weight, d_bias
 
 
 @joint_bwd_operator.register_fake
