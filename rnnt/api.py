@@ -66,7 +66,7 @@ def rnnt_loss(
         clamp: when > 0, bound of each entry of one utterance's gradient at logits, before the reduction and the
             upstream gradient multiply it.
         reduction: "none" [B], "sum", "mean" (sum / B), "mean_target" (mean of loss / max(labels, 1)) or
-            "mean_volume" (sum of losses / sum of max(labels, 1)).
+            "mean_volume" (sum of losses / sum of max(labels, 1)).  Means of an empty batch are NaN.
         fused_log_softmax: apply log_softmax to logits.
         fastemit_lambda: FastEmit's lambda >= 0; scales the gradient of label arcs, not the value.
         backend: "reference", "compiled", "triton" or "auto".
@@ -139,7 +139,8 @@ def joint_rnnt_loss(
         tile_rows: lattice rows scored at a time, "auto", or None: untiled, joint intermediates are kept.
         occupancy_threshold: lattice nodes whose posterior occupancy (blank arc + label arc of one utterance, in [0, 1])
             is below it are left out of the backward pass, so that a gradient loses at most the sum of the occupancies
-            dropped.  "auto": 1e-4 in bfloat16, 1e-5 in float16, 1e-8 in float32, 0 in float64.  0: none is left out.
+            dropped.  "auto": 1e-4 in bfloat16, 1e-5 in float16, 1e-8 in float32, 0 in float64, times clamp where that
+            is below 1.  0: none is left out.
 
     Mixed dtypes are promoted as PyTorch promotes them; under autocast, matrix products run in autocast's dtype.
 
@@ -264,6 +265,7 @@ def _joint_problem(
         inputs.append(linear_bias)
     check_name("activation", activation, ACTIVATIONS)
     dropout = check_dropout(dropout_p)
+    bound = check_clamp(clamp)
     dtype = compute_dtype(*inputs)
     alignment = _align(
         "predictor", encoder, frames, predictor.shape[1], targets, "encoder_lengths", encoder_lengths, target_lengths,
@@ -280,9 +282,9 @@ def _joint_problem(
         dropout_p=dropout,
         seed=seed,
         fastemit_lambda=check_fastemit(fastemit_lambda),
-        clamp=check_clamp(clamp),
+        clamp=bound,
         tile_rows=check_tile_rows(tile_rows),
-        occupancy_threshold=check_occupancy_threshold(occupancy_threshold, dtype),
+        occupancy_threshold=check_occupancy_threshold(occupancy_threshold, dtype, bound),
         compute_dtype=dtype,
     )
 
@@ -312,7 +314,11 @@ def _align(
     check_size("targets", "B", utterances, targets.shape[0])
     check_size(lengths_name, "B", utterances, encoder_lengths.shape[0])
     check_size("target_lengths", "B", utterances, target_lengths.shape[0])
-    check_size(columns_name, "U1 = U + 1 (targets has U + 1)", targets.shape[1] + 1, columns)
+    if columns != targets.shape[1] + 1:
+        labels = targets.shape[1]
+        raise ValueError(
+            f"{columns_name}: expected U1 = {labels + 1} columns (targets has U = {labels}), got {columns}"
+        )
     rows = utterances * frames * columns
     on_host = encoder_lengths.device.type == "cpu" and target_lengths.device.type == "cpu"
     if not validate and on_host and not torch.compiler.is_compiling():

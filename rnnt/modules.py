@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rnnt.api import joint_rnnt_loss, rnnt_loss
+from rnnt.backends import NAMES
 from rnnt.problem import (
     ACTIVATIONS,
     REDUCTIONS,
@@ -40,6 +41,7 @@ class RNNTLoss(nn.Module):
     ) -> None:
         super().__init__()
         check_name("reduction", reduction, REDUCTIONS)
+        check_name("backend", backend, (*NAMES, "auto"))
         self.blank = blank
         self.clamp = clamp
         self.reduction = reduction
@@ -102,6 +104,7 @@ class RNNTJointLoss(nn.Module):
         super().__init__()
         check_name("activation", activation, ACTIVATIONS)
         check_name("reduction", reduction, REDUCTIONS)
+        check_name("backend", backend, (*NAMES, "auto"))
         self.activation = activation
         self.dropout_p = check_dropout(dropout_p)
         self.blank = check_blank(blank, vocab_size)

@@ -180,9 +180,10 @@ def check_tile_rows(value: Any) -> int | str | None:
     return value
 
 
-def check_occupancy_threshold(value: Any, dtype: torch.dtype) -> float:
+def check_occupancy_threshold(value: Any, dtype: torch.dtype, clamp: float) -> float:
     if isinstance(value, str) and value == "auto":
-        return OCCUPANCY_THRESHOLD[dtype]
+        # A clamped gradient gives rare nodes as much weight as frequent ones, so fewer may be dropped.
+        return OCCUPANCY_THRESHOLD[dtype] * (min(clamp, 1.0) if clamp > 0 else 1.0)
     if isinstance(value, str):
         raise ValueError(f"occupancy_threshold: expected a number in [0, 1) or 'auto', got {value!r}")
     number = check_number("occupancy_threshold", value)
@@ -193,6 +194,8 @@ def check_occupancy_threshold(value: Any, dtype: torch.dtype) -> float:
 
 def check_blank(blank: Any, classes: int) -> int:
     """Index of the blank in [0, V)."""
+    if isinstance(classes, bool) or not isinstance(classes, int) or classes < 1:
+        raise ValueError(f"vocab_size: expected an int >= 1, got {classes!r}")
     if isinstance(blank, bool) or not isinstance(blank, int):
         raise TypeError(f"blank: expected an int, got {type(blank).__name__}")
     if not -classes <= blank < classes:

@@ -14,8 +14,9 @@ from tests import support
 def pytest_configure(config: pytest.Config) -> None:
     for name in NAMES:
         config.addinivalue_line("markers", f"{name}: runs the backend of that name")
-    # PyTorch warns of its own doings.
+    # PyTorch and numpy warn of their own doings.
     for harmless in (
+        "ignore:All-NaN slice encountered:RuntimeWarning",  # numpy, under Triton's interpreter
         "ignore:Synchronization debug mode is a prototype:UserWarning",
         "ignore:TensorFloat32 tensor cores for float32 matrix multiplication:UserWarning",
         "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning",

@@ -218,10 +218,11 @@ def test_sixteen_bits_do_not_stall(place):
 
 
 def test_float16_holds_large_losses(place):
-    args = (torch.zeros(4, 0, dtype=torch.int64), torch.full((4,), 400), torch.zeros(4, dtype=torch.int64))
-    logits = torch.tensor([-200.0, 0.0]).half().expand(4, 400, 1, 2).to(place.device)
+    B = 1 if place.interpreted else 4
+    args = (torch.zeros(B, 0, dtype=torch.int64), torch.full((B,), 400), torch.zeros(B, dtype=torch.int64))
+    logits = torch.tensor([-200.0, 0.0]).half().expand(B, 400, 1, 2).to(place.device)
     found = logits_results(logits, *args, blank=0, backend=place.backend)
-    assert found["loss"].tolist() == [80000.0] * 4
+    assert found["loss"].tolist() == [80000.0] * B
     assert found["d_logits"].dtype == torch.float16
     args = [x.to(place.device) for x in args]
-    assert rnnt.rnnt_loss(logits, *args, blank=0, reduction="sum", backend=place.backend).item() == 320000.0
+    assert rnnt.rnnt_loss(logits, *args, blank=0, reduction="sum", backend=place.backend).item() == 80000.0 * B

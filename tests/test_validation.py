@@ -38,7 +38,7 @@ def planes(**changes):
 SHAPES = [
     # function, changed arguments, (argument, expected, got) as the message has them
     (logits_loss, {"logits": torch.zeros(4, 4, 5)}, "logits: expected shape [B, T, U1, V], got (4, 4, 5)"),
-    (logits_loss, {"logits": sines(2, 4, 2, 5)}, "logits: expected U1 = U + 1 (targets has U + 1) = 4, got 3"),
+    (logits_loss, {"logits": sines(2, 4, 2, 5)}, "logits: expected U1 = 4 columns (targets has U = 3), got 3"),
     (logits_loss, {"logits": torch.zeros(2, 4, 4, 0)}, "logits: expected no empty dimension but the batch, got (2, 4,"),
     (logits_loss, {"logits": torch.zeros(2, 0, 4, 5)}, "logits: expected no empty dimension but the batch, got (2, 0,"),
     (logits_loss, {"targets": torch.tensor([1, 2])}, "targets: expected shape [B, U], got (2,)"),
@@ -48,7 +48,7 @@ SHAPES = [
     (logits_loss, {"target_lengths": torch.tensor([3, 1, 1])}, "target_lengths: expected B = 2, got 3"),
     (joint, {"encoder": torch.zeros(2, 6)}, "encoder: expected shape [B, T, H], got (2, 6)"),
     (joint, {"encoder": torch.zeros(2, 0, 6)}, "encoder: expected no empty dimension but the batch, got (2, 0, 6)"),
-    (joint, {"predictor": torch.zeros(2, 3, 6)}, "predictor: expected U1 = U + 1 (targets has U + 1) = 4, got 3"),
+    (joint, {"predictor": torch.zeros(2, 3, 6)}, "predictor: expected U1 = 4 columns (targets has U = 3), got 3"),
     (joint, {"predictor": torch.zeros(3, 4, 6)}, "predictor: expected B = 2, got 3"),
     (joint, {"predictor": torch.zeros(2, 4, 7)}, "predictor: expected H = 6, got 7"),
     (joint, {"linear_weight": torch.zeros(5, 7)}, "linear_weight: expected H = 6, got 7"),
@@ -56,7 +56,7 @@ SHAPES = [
     (joint, {"linear_weight": torch.zeros(0, 6)}, "linear_weight: expected V >= 1, got (0, 6)"),
     (joint, {"linear_bias": torch.zeros(6)}, "linear_bias: expected V = 5, got 6"),
     (joint, {"linear_bias": torch.zeros(5, 1)}, "linear_bias: expected shape [V], got (5, 1)"),
-    (planes, {"predictor": torch.zeros(2, 3, 6)}, "predictor: expected U1 = U + 1 (targets has U + 1) = 4, got 3"),
+    (planes, {"predictor": torch.zeros(2, 3, 6)}, "predictor: expected U1 = 4 columns (targets has U = 3), got 3"),
     (planes_loss, {"logp_blank": torch.zeros(2, 4)}, "logp_blank: expected shape [B, T, U1], got (2, 4)"),
     (planes_loss, {"logp_label": torch.zeros(2, 4, 4)}, "logp_label: expected U = U1 - 1 = 3, got 4"),
     (planes_loss, {"logp_label": torch.zeros(2, 3, 3)}, "logp_label: expected T = 4, got 3"),

@@ -11,7 +11,6 @@ Before: backends.py.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -66,16 +65,34 @@ def without_small_occupancies(
     logp_blank: Tensor, logp_label: Tensor, alignment: Alignment, threshold: float
 ) -> tuple[Tensor, Tensor]:
     """The same planes, detached at nodes whose occupancy (blank arc + label arc) is below the threshold."""
-    log_z = partial(_total_log_likelihood, alignment=alignment)
-    blank_occupancy, label_occupancy = torch.func.grad(log_z, argnums=(0, 1))(logp_blank.detach(), logp_label.detach())
+    (blank_occupancy, label_occupancy), _ = gradient_of(
+        lambda blank, label: log_likelihood(blank, label, alignment), logp_blank, logp_label
+    )
     occupancy = blank_occupancy + torch.nn.functional.pad(label_occupancy, (0, 1))
-    live = (occupancy >= threshold) & dense_mask(alignment)
+    live = ~(occupancy < threshold) & dense_mask(alignment)  # a NaN is live: its loss is NaN, and so are its gradients
     logp_blank = torch.where(live, logp_blank, logp_blank.detach())
     return logp_blank, torch.where(live[..., :-1], logp_label, logp_label.detach())
 
 
-def _total_log_likelihood(logp_blank: Tensor, logp_label: Tensor, alignment: Alignment) -> Tensor:
-    return log_likelihood(logp_blank, logp_label, alignment).sum()
+def gradient_of(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Gradients of function(*inputs).sum() at each input, and function(*inputs); neither is differentiable."""
+    inputs = tuple(x.detach() for x in inputs)
+    if torch.compiler.is_compiling():  # torch.compile follows torch.func, not torch.autograd.grad
+
+        def total(*x: Tensor) -> tuple[Tensor, Tensor]:
+            values = function(*x)
+            return values.sum(), values
+
+        return torch.func.grad(total, argnums=tuple(range(len(inputs))), has_aux=True)(*inputs)
+    leaves = [x.requires_grad_() for x in inputs]
+    # Hooks of a surrounding activation checkpoint are for what outlives this call; nothing here does.
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
+        values = function(*leaves)
+        return torch.autograd.grad(values.sum(), leaves), values.detach()
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
 
 
 def with_clamped_gradient(losses: Callable[[Tensor], Tensor], scores: Tensor, clamp: float) -> Tensor:
@@ -86,11 +103,7 @@ def with_clamped_gradient(losses: Callable[[Tensor], Tensor], scores: Tensor, cl
     if clamp == 0 or not (torch.is_grad_enabled() and scores.requires_grad):
         return losses(scores)
 
-    def total(x: Tensor) -> tuple[Tensor, Tensor]:
-        values = losses(x)
-        return values.sum(), values
-
-    gradient, values = torch.func.grad(total, has_aux=True)(scores.detach())
+    (gradient,), values = gradient_of(losses, scores)
     return _KnownGradient.apply(scores, values, gradient.clamp(-clamp, clamp))
 
 

@@ -73,7 +73,7 @@ def keep_mask(seed_ptr, row, h, drop_threshold):
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "relu":
-        y = tl.maximum(x, 0.0)
+        y = tl.where(x < 0, 0.0, x)  # keeps a NaN, as tl.maximum does not
     elif ACTIVATION == "sigmoid":
         y = 1 / (1 + tl.exp(-x))
     else:

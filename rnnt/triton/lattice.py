@@ -36,11 +36,12 @@ def log1p_small(x):
 
 @triton.jit
 def logaddexp(x, y):
-    """float64; -inf where both are."""
+    """float64; -inf where both are, NaN where one is."""
     high = tl.maximum(x, y)
     low = tl.minimum(x, y)
     gap = low - tl.where(high == float("-inf"), 0.0, high)  # -inf - -inf is NaN
-    return high + log1p_small(tl.exp(gap.to(tl.float32))).to(tl.float64)
+    total = high + log1p_small(tl.exp(gap.to(tl.float32))).to(tl.float64)
+    return tl.where((x != x) | (y != y), x + y, total)  # tl.maximum and tl.minimum pass over a NaN
 
 
 @triton.jit(do_not_specialize=["rows"])

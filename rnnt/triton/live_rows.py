@@ -32,7 +32,9 @@ def live_rows(weight_blank: Tensor, weight_label: Tensor, threshold: float) -> t
     """row [N] and slot [N + 1] (int32, int64 past 2^31 rows), and the count [1], a view of slot's end."""
     rows = weight_blank.shape[0]
     index = torch.int32 if rows < 2**31 - 1 else torch.int64
-    live = weight_blank + weight_label >= threshold if threshold > 0 else (weight_blank != 0) | (weight_label != 0)
+    live = (weight_blank != 0) | (weight_label != 0)
+    if threshold > 0:
+        live = ~(weight_blank + weight_label < threshold)  # a NaN is live: its loss is NaN, and so are its gradients
     slot = torch.zeros(rows + 1, dtype=index, device=live.device)
     torch.cumsum(live, 0, dtype=index, out=slot[1:])
     row = torch.empty(rows, dtype=index, device=live.device)

@@ -114,7 +114,7 @@ def log_probs_combine_kernel(
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(highest - finite) + block_total * tl.exp(block_highest - finite)
         highest = higher
-    lse = highest + tl.log(tl.where(total > 0, total, 1.0))  # -inf where every logit is
+    lse = highest + tl.log(tl.where(total == 0, 1.0, total))  # -inf where every logit is
     has_label = tl.load(label_ptr + local, mask=mask_row, other=-1) >= 0
     blank_logit = tl.load(logp_blank_ptr + row, mask=mask_row, other=0.0)
     label_logit = tl.load(logp_label_ptr + row, mask=has_label, other=0.0)

@@ -54,7 +54,7 @@ def logits_fwd_kernel(
         top = tl.max(highest, axis=0)
         finite_top = tl.where(top == float("-inf"), 0.0, top)
         sum_exp = tl.sum(total * tl.exp(highest - finite_top), axis=0)
-        lse = top + tl.log(tl.where(sum_exp > 0, sum_exp, 1.0))  # -inf where every score is
+        lse = top + tl.log(tl.where(sum_exp == 0, 1.0, sum_exp))  # -inf where every score is
     blank_score = tl.load(base_ptr + blank * stride_v).to(tl.float32)
     label_score = tl.load(base_ptr + label * stride_v, mask=label >= 0, other=0.0).to(tl.float32)
     tl.store(logp_blank_ptr + row, blank_score - lse)
