@@ -60,7 +60,7 @@ def test_table(saved: dict, tmp_path: Path) -> None:
 
 # Makes the name "compiled" stand for the reference with a fault.
 PLUGIN = """
-import types, torch
+import dataclasses, types, torch
 from rnnt import reference
 import sys
 backends = sys.modules["rnnt.backends"]
@@ -88,7 +88,7 @@ def run_with_fault(fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_wrong_backend_has_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fault = "problem = problem._replace(predictor=problem.predictor.roll(1, 1))"
+    fault = "problem = dataclasses.replace(problem, predictor=problem.predictor.roll(1, 1))"
     output, saved = run_with_fault(fault, tmp_path, monkeypatch)
     assert "3 errors" in output
     assert "wrong, so not measured" in output

@@ -7,6 +7,7 @@ compiler; what the real backends compute is judged by their own tests.
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -75,22 +76,22 @@ def test_narrowing(dtype: str, compiled: SimpleNamespace, capsys: pytest.Capture
 
 
 def without_bias(problem: JointProblem) -> JointProblem:
-    return problem._replace(
-        linear_bias=torch.zeros_like(problem.linear_bias).requires_grad_() + 0 * problem.linear_bias
+    return replace(
+        problem, linear_bias=torch.zeros_like(problem.linear_bias).requires_grad_() + 0 * problem.linear_bias
     )
 
 
 def shifted_predictor(problem: JointProblem) -> JointProblem:
-    return problem._replace(predictor=problem.predictor.roll(1, dims=1))
+    return replace(problem, predictor=problem.predictor.roll(1, dims=1))
 
 
 def other_blank(problem: JointProblem) -> JointProblem:
     blank = (problem.alignment.blank + 1) % problem.linear_weight.shape[0]
-    return problem._replace(alignment=problem.alignment._replace(blank=blank))
+    return replace(problem, alignment=replace(problem.alignment, blank=blank))
 
 
 def half_threshold(problem: JointProblem) -> JointProblem:
-    return problem._replace(occupancy_threshold=0.5)
+    return replace(problem, occupancy_threshold=0.5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
