@@ -15,6 +15,8 @@ train: $(VENV)/example.installed
 	$(if $(findstring --data,$(TRAIN_ARGS)),,$(bin)/python -m examples.speech.fetch)
 	$(bin)/python -m examples.speech.train $(TRAIN_ARGS)
 
+# One thread: the tests' tensors are too small to gain from more.
+test: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/test.installed
 	$(bin)/python -m pytest
 	TRITON_INTERPRET=1 RNNT_TEST_BACKENDS=triton $(bin)/python -m pytest -m triton

@@ -73,6 +73,12 @@ def at_places(cases: list[Any], gpu_cases: list[Any]) -> list[Any]:
     ]
 
 
+def on_gpu(*backends: str) -> list[Any]:
+    """pytest parameters of tests that make their own tensors on the GPU."""
+    asked = [param.values[0].backend for param in places() if param.values[0].device == "cuda"]
+    return [pytest.param(name, marks=getattr(pytest.mark, name)) for name in backends if name in (asked or backends)]
+
+
 def tilings() -> list[Any]:
     """pytest parameters (place, tile_rows): a row, a few, chosen, untiled.
 

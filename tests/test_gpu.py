@@ -7,12 +7,12 @@ import torch
 
 import rnnt
 from tests.fixtures import uniform_loss
-from tests.support import joint_loss, ragged, with_gradients
+from tests.support import joint_loss, on_gpu, ragged, with_gradients
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("backend", ["reference", "compiled", "triton"])
+@pytest.mark.parametrize("backend", on_gpu("reference", "compiled", "triton"))
 def test_logits_past_32_bits(backend):
     """33 x 256 x 64 x 4096 = 2.2e9 scores: the last utterance lies past the reach of a 32-bit index."""
     B, T, U, V = 33, 256, 63, 4096
@@ -33,7 +33,7 @@ def test_logits_past_32_bits(backend):
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
-@pytest.mark.parametrize("backend", ["compiled", "triton"])
+@pytest.mark.parametrize("backend", on_gpu("compiled", "triton"))
 def test_joint_past_32_bits(backend, padded):
     """4.1e6 rows, 2.6e9 hidden and 4.2e9 scores; with weight 0 all scores are equal, and of the weight's gradient
     the last utterance alone is asked: its hidden states are tanh(1), all others' tanh(2)."""
@@ -63,7 +63,7 @@ def test_joint_past_32_bits(backend, padded):
     torch.testing.assert_close(columns, expected[:, None].expand(V, H), rtol=2**-6, atol=0)
 
 
-@pytest.mark.parametrize("backend", ["reference", "compiled", "triton"])
+@pytest.mark.parametrize("backend", on_gpu("reference", "compiled", "triton"))
 @pytest.mark.parametrize("tile_rows", [256, None])
 def test_no_step_waits_for_the_device(backend, tile_rows):
     """validate=False and lengths on the device: forward and backward read nothing back."""
@@ -98,7 +98,7 @@ def test_waiting_would_be_seen():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("backend", ["reference", "compiled", "triton"])
+@pytest.mark.parametrize("backend", on_gpu("reference", "compiled", "triton"))
 def test_second_stream(backend):
     """Work goes to the current stream: inputs made there by a long computation are waited for."""
     batch = ragged(3, 40, 10, 37, 24).cast(torch.float32, "cuda").on("cuda")

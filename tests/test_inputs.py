@@ -76,6 +76,28 @@ def test_integer_inputs(place, dtype, device):
     assert_same_bits(results(other, **options_at(place, validate=False)), expected)
 
 
+def test_nan_outside_the_planes(place):
+    """rnnt_loss_from_log_probs reads nothing outside the lengths, and gives no gradient there."""
+    logp = s_p().log_softmax(-1).to(place.device, place.finest)
+    planes = [logp[..., 0].clone(), logp[:, :, :-1, 1].clone()]
+    lengths = [x.to(place.device) for x in P[1:]]
+
+    def gradients(blank, label):
+        blank, label = blank.clone().requires_grad_(), label.clone().requires_grad_()
+        loss = rnnt.rnnt_loss_from_log_probs(blank, label, *lengths, reduction="none", backend=place.backend)
+        loss.sum().backward()
+        return {"loss": loss.detach(), "d_blank": blank.grad, "d_label": label.grad}
+
+    expected = gradients(*planes)
+    for plane, first in zip(planes, (2, 1), strict=True):
+        plane[1, 2:] = torch.nan
+        plane[1, :, first:] = torch.nan
+    found = gradients(*planes)
+    assert_same_bits(found, expected)
+    assert not found["d_blank"][1, 2:].any()
+    assert not found["d_label"][1, :, 1:].any()
+
+
 def test_empty_batch(place):
     batch = ragged(3, 5, 3, 5, 6, blank=0).cast(place.finest, place.device)
     fields = ("encoder", "predictor", "targets", "encoder_lengths", "target_lengths")
@@ -141,6 +163,22 @@ def test_autocast(place, cached):
     expected = budget_from(under_autocast("reference"), truth, dtype)
     assert_budget(found, expected)
     assert all(error.max() > 1e-5 for error in expected.eager.values())  # sixteen bits were in use
+
+
+def test_mixed_dtypes_under_autocast(place):
+    """bfloat16 states and a float32 output layer, as autocast leaves them: each gradient has its input's dtype."""
+    batch = ragged(3, 5, 3, 5, 6, blank=0).cast(torch.float32, place.device)
+    batch = batch._replace(encoder=batch.encoder.bfloat16(), predictor=batch.predictor.bfloat16())
+
+    def under_autocast(backend):
+        with torch.autocast(place.device, torch.bfloat16):
+            return results(batch, backend=backend, blank=0)
+
+    found = under_autocast(place.backend)
+    assert found["d_encoder"].dtype == found["d_predictor"].dtype == torch.bfloat16
+    assert found["d_linear_weight"].dtype == found["d_linear_bias"].dtype == torch.float32
+    truth = results(batch.cast(torch.float64), backend="reference", blank=0)
+    assert_budget(found, budget_from(under_autocast("reference"), truth, torch.bfloat16))
 
 
 def test_autocast_leaves_float64_alone(place):

@@ -88,7 +88,7 @@ def gradient_of(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[tuple
     # Hooks of a surrounding activation checkpoint are for what outlives this call; nothing here does.
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
         values = function(*leaves)
-        return torch.autograd.grad(values.sum(), leaves), values.detach()
+        return torch.autograd.grad(values.sum(), leaves, allow_unused=True, materialize_grads=True), values.detach()
 
 
 def _identity(x: Tensor) -> Tensor:
