@@ -6,6 +6,9 @@ VENV ?= .venv
 TRAIN_ARGS ?=
 BENCHMARK_ARGS ?=
 
+# Threads that wait without spinning: they share few cores with the compiler's processes.
+export OMP_WAIT_POLICY := PASSIVE
+
 bin := $(VENV)/bin
 install := $(bin)/python -m pip install --quiet --constraint constraints.txt
 
