@@ -32,17 +32,25 @@ def drop_threshold(dropout_p: float) -> int:
     return min(round(dropout_p * 2**32), MASK32)
 
 
-def keep_mask(seed: Tensor, row: Tensor, features: int, dropout_p: float) -> Tensor:
-    """[*row.shape, features] bool.  seed [1] int64 in [0, 2^63), row [...] int64."""
+def row_keys(seed: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+    """The two keys of each row, [...] int64 below 2^32.  seed [1] int64 in [0, 2^63), row [...] int64."""
     key = mix(mix((seed + GOLDEN) & MASK32) ^ (seed >> 32))
     low, high = row & MASK32, row >> 32
-    key_1 = mix((mix(low ^ key) + high) & MASK32)[..., None]
-    key_2 = mix((mix(low ^ mix(key ^ SECOND_KEY)) + high) & MASK32)[..., None]
-    h = torch.arange(features, device=row.device)
-    x = (h * GOLDEN + key_1) & MASK32
+    return mix((mix(low ^ key) + high) & MASK32), mix((mix(low ^ mix(key ^ SECOND_KEY)) + high) & MASK32)
+
+
+def keep_under_keys(key_1: Tensor, key_2: Tensor, features: int, dropout_p: float) -> Tensor:
+    """[*key_1.shape, features] bool."""
+    h = torch.arange(features, device=key_1.device)
+    x = (h * GOLDEN + key_1[..., None]) & MASK32
     x = x ^ (x >> 16)
     x = (x * MULTIPLY_1) & MASK32
     x = x ^ (x >> 15)
-    x = ((x + key_2) * MULTIPLY_2) & MASK32
+    x = ((x + key_2[..., None]) * MULTIPLY_2) & MASK32
     x = x ^ (x >> 16)
     return x >= drop_threshold(dropout_p)
+
+
+def keep_mask(seed: Tensor, row: Tensor, features: int, dropout_p: float) -> Tensor:
+    """[*row.shape, features] bool."""
+    return keep_under_keys(*row_keys(seed, row), features, dropout_p)

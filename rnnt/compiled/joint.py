@@ -18,21 +18,21 @@ Graves et al. 2013, arXiv:1303.5778.  Before: layout.py.  After: log_probs.py.
 import torch
 from torch import Tensor
 
-from rnnt.dropout import keep_mask
+from rnnt.dropout import keep_under_keys
 
 
 def joint(
     encoder: Tensor, predictor: Tensor, anchor: Tensor | None, frame: Tensor, state: Tensor,
-    row: Tensor, seed: Tensor | None, activation: str, dropout_p: float, dtype: torch.dtype,
+    key_1: Tensor, key_2: Tensor, activation: str, dropout_p: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """hidden [rows, H] in `dtype`; frame, state, row: [rows] int64."""
+    """hidden [rows, H] in `dtype`; frame, state and the keys of dropout: [rows] int64."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     pre = encoder[frame].to(wide) + predictor[state].to(wide)
     if anchor is not None:
         pre = pre + anchor
     hidden = getattr(torch, activation)(pre)
-    if seed is not None:
-        keep = keep_mask(seed, row, hidden.shape[-1], dropout_p)
+    if dropout_p > 0:
+        keep = keep_under_keys(key_1, key_2, hidden.shape[-1], dropout_p)
         hidden = torch.where(keep, hidden / (1 - dropout_p), 0)
     return hidden.to(dtype)
 

@@ -67,7 +67,6 @@ class JointInputs(NamedTuple):
     anchor: Tensor | None  # [rows, H]
     weight: Tensor  # [V, H] in the compute dtype
     bias: Tensor | None  # [V]
-    seed: Tensor | None  # [1] int64
 
 
 def score(tile: Tile, inputs: JointInputs, rows: TileRows) -> tuple[Tensor, ...]:
@@ -108,7 +107,7 @@ def dense_gradient(
 def output_layer(tile: Tile, inputs: JointInputs, rows: TileRows) -> Tensor:
     """logits [rows, V] in the compute dtype."""
     hidden = joint(
-        inputs.encoder, inputs.predictor, inputs.anchor, rows.frame, rows.state, rows.row, inputs.seed,
+        inputs.encoder, inputs.predictor, inputs.anchor, rows.frame, rows.state, rows.key_1, rows.key_2,
         tile.activation, tile.dropout_p, tile.compute_dtype,
     )  # fmt: skip
     bias = None if inputs.bias is None else inputs.bias.to(hidden.dtype)

@@ -63,7 +63,7 @@ def _score(problem: JointProblem, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     call = compiled(log_probs.score, _tile(problem, inputs, size, keep))
     planes = flat_planes(alignment, problem.compute_dtype)
     kept = inputs.weight.new_empty((-(-alignment.rows // size) * size if keep else 0, len(inputs.weight)))
-    for number, rows in enumerate(tiles(alignment, all_rows(alignment), size)):
+    for number, rows in enumerate(tiles(alignment, all_rows(alignment), size, problem.seed)):
         logp_blank, logp_label, *logits = call(inputs, rows)
         planes[0].index_copy_(0, rows.node, logp_blank)
         planes[1].index_copy_(0, rows.node, logp_label)
@@ -98,7 +98,7 @@ def _gradients(
 
     keep = len(kept) > 0
     call = compiled(log_probs.surrogate, _tile(problem, inputs, size, keep))
-    for rows in tiles(alignment, row, size):
+    for rows in tiles(alignment, row, size, problem.seed):
         logits = kept[rows.row.clamp(max=len(kept) - 1)] if keep else None
         with torch.enable_grad():
             zeros = call(inputs, rows, logits, blank[rows.node], label[rows.node])
@@ -138,7 +138,6 @@ def _constants(problem: JointProblem) -> JointInputs:
         anchor=None,
         weight=torch.nn.functional.pad(weight.to(problem.compute_dtype), (0, 0, 0, missing)).contiguous(),
         bias=bias,
-        seed=problem.seed,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rnnt.dropout import row_keys
 from rnnt.layout import row_offsets, rows_at
 from rnnt.problem import Alignment
 from rnnt.tiling import tile_size
@@ -32,6 +33,8 @@ class TileRows(NamedTuple):
     state: Tensor  # index into [B U1, H]
     label: Tensor  # -1: none
     row: Tensor  # packed index
+    key_1: Tensor  # of the dropout mask; meaningless without one
+    key_2: Tensor
     node: Tensor  # index into a flat plane [B T U1 + 1], whose last element belongs to the rows without a node
 
 
@@ -59,7 +62,7 @@ def static_size(tile_rows: int | str | None, row_bytes: int, device: torch.devic
     return size if isinstance(tile_rows, int) else min(size, LARGEST_TILE[kind])
 
 
-def tiles(alignment: Alignment, row: Tensor, size: int) -> Iterator[TileRows]:
+def tiles(alignment: Alignment, row: Tensor, size: int, seed: Tensor | None = None) -> Iterator[TileRows]:
     """The given rows [any] int64 in tiles of `size`; at least one tile."""
     offsets = row_offsets(alignment)
     past = nodes(alignment)  # no row has this index
@@ -70,7 +73,9 @@ def tiles(alignment: Alignment, row: Tensor, size: int) -> Iterator[TileRows]:
         part = torch.nn.functional.pad(part, (0, missing), value=past)
         utterance, frame, state, label, valid = rows = rows_at(alignment, offsets, part)
         node = torch.where(valid, rows.node(alignment.columns), past)
-        fields = utterance, frame, state, label, part, node
+        # Not in the tile: Inductor computes an integer expression anew at every use, and a hash uses each step twice.
+        keys = (part, part) if seed is None else row_keys(seed, part)
+        fields = utterance, frame, state, label, part, *keys, node
         yield from map(TileRows, *(x.split(size) for x in fields))
 
 
