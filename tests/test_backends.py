@@ -172,7 +172,8 @@ LONG = [(1, 1500, 300), (2, 4000, 600), (1, 20, 2000)]
 def test_lattice(place, sizes):
     """The recursion alone; its error does not grow with the lattice.
 
-    Losses are held to the budget, occupancies, which lie in [0, 1], to what the package promises of them at any size.
+    The longest recursion's occupancies, which lie in [0, 1], are held to the promise of 1e-5 at any size: a float32
+    logarithm in each of 4600 steps is more than the budget's few roundings.
     """
     B, T, U = sizes
     batch = ragged(B, T, U, 5, 1, seed=T)
@@ -183,6 +184,10 @@ def test_lattice(place, sizes):
     truth = lattice_results([x.double() for x in planes], lengths, "reference")
     exact = {name: torch.zeros_like(x) for name, x in truth.items()}
     found = lattice_results(planes, lengths, place.backend)
-    assert_budget({"loss": found["loss"]}, Budget(truth, exact, torch.float32))
+    budget = Budget(truth, exact, torch.float32)
+    if sizes != LONG[1]:
+        assert_budget(found, budget)
+        return
+    assert_budget({"loss": found["loss"]}, budget)
     for name in ("d_blank", "d_label"):
-        torch.testing.assert_close(found[name].double(), truth[name], rtol=0, atol=1e-5 if T + U > 1000 else 1e-6)
+        torch.testing.assert_close(found[name].double(), truth[name], rtol=0, atol=1e-5)

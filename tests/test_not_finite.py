@@ -1,11 +1,13 @@
 """A NaN inside the lengths is never taken for an impossible or a likely utterance: loss and gradients are NaN."""
 
+import warnings
+
 import pytest
 import torch
 
 import rnnt
 from tests.fixtures import P, j_p, s_p
-from tests.support import joint_loss, with_gradients
+from tests.support import joint_loss, results, with_gradients
 
 
 def test_one_score(place):
@@ -66,3 +68,20 @@ def test_activation_checkpoint_around(place, use_reentrant):
         found.append([loss.detach(), *(x.grad for x in leaves.floats().values())])
     for outside, inside in zip(*found, strict=True):
         assert torch.equal(outside, inside)
+
+
+def test_uninitialised_memory_is_not_used(place):
+    """PyTorch's deterministic mode fills torch.empty with NaN: none of it reaches a loss or a gradient, not even times
+    zero."""
+    batch = j_p().cast(torch.float32, place.device)
+    options = {"blank": 0, "backend": place.backend}  # one tile: a second would find the first one's rows
+    with warnings.catch_warnings():  # of CUDA functions without a deterministic variant
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            assert torch.empty(3).isnan().all()
+            found = results(batch, **options)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    for name, x in found.items():
+        assert x.isfinite().all(), name

@@ -82,9 +82,7 @@ def _operands(
     alignment = Alignment(targets.contiguous(), encoder_lengths, target_lengths, blank, encoder.shape[1], rows)
     weight, bias = padded_layer(linear_weight, linear_bias, dtype)
     offsets = row_offsets(alignment)
-    return Operands(
-        encoder, predictor, weight, bias, alignment, offsets, seed, linear_weight.shape[0], activation, dropout_p
-    )  # fmt: skip
+    return Operands(encoder, predictor, weight, bias, alignment, offsets, seed, activation, dropout_p)
 
 
 def _score(x: Operands, tile: int, keep_logits: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -24,7 +24,6 @@ class Operands(NamedTuple):
     alignment: Alignment
     offsets: Tensor  # [B + 1] int64, first row of each utterance; the last is N
     seed: Tensor | None  # [1] int64
-    classes: int  # V
     activation: str
     dropout_p: float
 
