@@ -1,14 +1,17 @@
 """Log-probabilities of the two arcs that leave each row of a tile, their gradient, and the compiled tile itself.
 
-    logits     = hidden linear_weight^T + linear_bias
+    product    = hidden linear_weight^T
+    logits     = product + linear_bias
     lse        = log sum over v of exp(logits[v])
     logp_blank = logits[blank] - lse,   logp_label = logits[label] - lse
 
     Gradient of  -(w_blank logp_blank + w_label logp_label)  at the logits:
     g[v]       = (w_blank + w_label) exp(logits[v] - lse) - w_blank [v = blank] - w_label [v = label]
 
-hidden [rows, H] -> logits [rows, V] in the compute dtype -> logp_blank, logp_label [rows], g [rows, V], computed in
-float32 (float64 stays float64).  label is -1 where a row has no next label; its logp_label is 0.
+hidden [rows, H] -> product [rows, V] in the compute dtype -> logp_blank, logp_label [rows], g [rows, V], computed in
+float32 (float64 stays float64).  label is -1 where a row has no next label; its logp_label is 0.  The bias is added in
+float32: a product rounded to 16 bits and, with the bias, rounded again errs to one side, differently for each class,
+and a path adds up hundreds of blanks.
 
 Two functions of a tile are compiled, each into one graph whatever the lengths of a batch:
 
@@ -17,8 +20,8 @@ Two functions of a tile are compiled, each into one graph whatever the lengths o
 
 The surrogate's tile runs under non-reentrant torch.utils.checkpoint inside the compiled graph, and its value depends on
 nothing: its forward graph is empty, and the backward graph computes the tile once and differentiates it.  Untiled,
-`kept` brings the logits from the forward pass, and the output layer is only differentiated.  Nothing but inputs is kept
-between the two graphs, so that Inductor has no buffers to give away and a retained graph works again.
+`kept` brings the product from the forward pass, and the output layer is only differentiated.  Nothing but inputs is
+kept between the two graphs, so that Inductor has no buffers to give away and a retained graph works again.
 
 Before: joint.py.  After: lattice.py.
 """
@@ -46,7 +49,7 @@ class Tile(NamedTuple):
     dropout_p: float
     blank: int
     clamp: float
-    keep: bool  # logits are kept from the forward to the backward pass
+    keep: bool  # the product is kept from the forward to the backward pass
 
 
 class DenseTile(NamedTuple):
@@ -66,14 +69,14 @@ class JointInputs(NamedTuple):
     predictor: Tensor  # [B U1, H], constant
     anchor: Tensor | None  # [rows, H]
     weight: Tensor  # [V, H] in the compute dtype
-    bias: Tensor | None  # [V]
+    bias: Tensor  # [V], float32 or float64
 
 
 def score(tile: Tile, inputs: JointInputs, rows: TileRows) -> tuple[Tensor, ...]:
-    """logp_blank, logp_label [rows] and, when they are to be kept, logits [rows, V]; without gradient."""
-    logits = output_layer(tile, inputs, rows)
-    picked = pick(logits, rows.label, tile.blank)
-    return (*picked, logits) if tile.keep else picked
+    """logp_blank, logp_label [rows] and, when it is to be kept, the product [rows, V]; without gradient."""
+    product = output_layer(tile, inputs, rows)
+    picked = pick(_wide(product) + inputs.bias, rows.label, tile.blank)
+    return (*picked, product) if tile.keep else picked
 
 
 def surrogate(
@@ -81,42 +84,43 @@ def surrogate(
 ) -> Tensor:
     """Zeros [rows] with the derivative of -(blank_weight logp_blank + label_weight logp_label), clamped at the logits.
 
-    kept: the logits, or None.
+    kept: the product, or None.
     """
 
     def run(inputs: JointInputs) -> Tensor:
-        logits = output_layer(tile, inputs, rows)
-        return Surrogate.apply(logits, kept, rows.label, blank_weight, label_weight, tile.blank, tile.clamp)
+        product = output_layer(tile, inputs, rows)
+        return Surrogate.apply(
+            product, inputs.bias, kept, rows.label, blank_weight, label_weight, tile.blank, tile.clamp
+        )
 
     return checkpoint(run, inputs, use_reentrant=False, preserve_rng_state=False)  # dropout draws from no generator
 
 
 def dense_score(tile: DenseTile, logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
     """logp_blank, logp_label [rows]."""
-    return pick(logits, label, tile.blank, tile.log_softmax)
+    return pick(_wide(logits), label, tile.blank, tile.log_softmax)
 
 
 def dense_gradient(
     tile: DenseTile, logits: Tensor, label: Tensor, blank_weight: Tensor, label_weight: Tensor, upstream: Tensor
 ) -> Tensor:
     """upstream [rows] times g, clamped: [rows, V] in the logits' dtype."""
-    gradient = logits_gradient(logits, label, blank_weight, label_weight, tile.blank, tile.clamp, tile.log_softmax)
+    scores = _wide(logits)
+    gradient = scores_gradient(scores, label, blank_weight, label_weight, tile.blank, tile.clamp, tile.log_softmax)
     return (upstream[:, None] * gradient).to(logits.dtype)
 
 
 def output_layer(tile: Tile, inputs: JointInputs, rows: TileRows) -> Tensor:
-    """logits [rows, V] in the compute dtype."""
+    """product [rows, V] in the compute dtype."""
     hidden = joint(
         inputs.encoder, inputs.predictor, inputs.anchor, rows.frame, rows.state, rows.key_1, rows.key_2,
         tile.activation, tile.dropout_p, tile.compute_dtype,
     )  # fmt: skip
-    bias = None if inputs.bias is None else inputs.bias.to(hidden.dtype)
-    return torch.nn.functional.linear(hidden, inputs.weight, bias)
+    return torch.nn.functional.linear(hidden, inputs.weight)
 
 
-def pick(logits: Tensor, label: Tensor, blank: int, log_softmax: bool = True) -> tuple[Tensor, Tensor]:
-    """logp_blank, logp_label [rows]."""
-    scores = _wide(logits)
+def pick(scores: Tensor, label: Tensor, blank: int, log_softmax: bool = True) -> tuple[Tensor, Tensor]:
+    """logp_blank, logp_label [rows] of the logits [rows, V]."""
     blank_score = scores[:, blank]
     label_score = scores.gather(1, label.clamp(min=0)[:, None])[:, 0]
     if log_softmax:
@@ -125,12 +129,11 @@ def pick(logits: Tensor, label: Tensor, blank: int, log_softmax: bool = True) ->
     return blank_score, torch.where(label < 0, 0, label_score)
 
 
-def logits_gradient(
-    logits: Tensor, label: Tensor, blank_weight: Tensor, label_weight: Tensor, blank: int, clamp: float,
+def scores_gradient(
+    scores: Tensor, label: Tensor, blank_weight: Tensor, label_weight: Tensor, blank: int, clamp: float,
     log_softmax: bool = True,
 ) -> Tensor:  # fmt: skip
     """g [rows, V], clamped; exactly 0 in rows whose weights are 0, whatever their logits."""
-    scores = _wide(logits)
     v = torch.arange(scores.shape[1], device=scores.device)
     gradient = -torch.where(v == blank, blank_weight[:, None], 0)
     gradient = gradient - torch.where(v == label[:, None], label_weight[:, None], 0)
@@ -146,18 +149,20 @@ class Surrogate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, kept: Tensor | None, label: Tensor, blank_weight: Tensor, label_weight: Tensor,
-        blank: int, clamp: float,
+        ctx: Any, product: Tensor, bias: Tensor, kept: Tensor | None, label: Tensor,
+        blank_weight: Tensor, label_weight: Tensor, blank: int, clamp: float,
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(logits if kept is None else kept, label, blank_weight, label_weight)
+        ctx.save_for_backward(product if kept is None else kept, bias, label, blank_weight, label_weight)
         ctx.constants = blank, clamp
         return torch.zeros_like(blank_weight)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
-        logits, label, blank_weight, label_weight = ctx.saved_tensors
-        gradient = logits_gradient(logits, label, blank_weight, label_weight, *ctx.constants)
-        return (upstream[:, None] * gradient).to(logits.dtype), None, None, None, None, None, None
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        product, bias, label, blank_weight, label_weight = ctx.saved_tensors
+        scores = _wide(product) + bias
+        gradient = upstream[:, None] * scores_gradient(scores, label, blank_weight, label_weight, *ctx.constants)
+        d_bias = gradient.sum(0) if ctx.needs_input_grad[1] else None
+        return gradient.to(product.dtype), d_bias, None, None, None, None, None, None
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ times its utterance's upstream gradient.  Rows whose occupancy is below the thre
 weight is not 0, and the others take no part in the backward pass.  `joint_log_probs` differs in its weights alone.
 
 Running sums of gradients are float32 (float64 stays float64), taken in a fixed order, cast to their input's dtype once.
-What is kept from forward to backward is two weights a node; untiled, the logits too.  The number of live rows is read
+What is kept from forward to backward is two weights a node; untiled, the products too.  The number of live rows is read
 from the device, one host sync in the backward pass; where the caller wants none (validate=False), all rows are sent.
 
 The passes are operators of torch.library, opaque to torch.compile of a model around them.
@@ -56,7 +56,7 @@ def _wanted(problem: JointProblem) -> bool:
 
 
 def _score(problem: JointProblem, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """logp_blank [B, T, U1], logp_label [B, T, U]; the rows' logits [rows, V] when they are kept, else empty."""
+    """logp_blank [B, T, U1], logp_label [B, T, U]; the rows' products [rows, V] when they are kept, else empty."""
     alignment = problem.alignment
     inputs = _constants(problem)
     size = _size(problem, backward=False)
@@ -64,11 +64,11 @@ def _score(problem: JointProblem, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     planes = flat_planes(alignment, problem.compute_dtype)
     kept = inputs.weight.new_empty((-(-alignment.rows // size) * size if keep else 0, len(inputs.weight)))
     for number, rows in enumerate(tiles(alignment, all_rows(alignment), size, problem.seed)):
-        logp_blank, logp_label, *logits = call(inputs, rows)
+        logp_blank, logp_label, *product = call(inputs, rows)
         planes[0].index_copy_(0, rows.node, logp_blank)
         planes[1].index_copy_(0, rows.node, logp_label)
         if keep:
-            kept[number * size : (number + 1) * size] = logits[0]
+            kept[number * size : (number + 1) * size] = product[0]
     return *dense(planes, alignment), kept
 
 
@@ -92,16 +92,16 @@ def _gradients(
         anchor = torch.zeros((), dtype=wide, device=device).expand(size, problem.encoder.shape[2])
         inputs = inputs._replace(anchor=anchor)
         leaves.append(anchor)
-    leaves += [x for x, need in ((inputs.weight, needed[2]), (inputs.bias, needed[3])) if x is not None and need]
+    leaves += [x for x, need in ((inputs.weight, needed[2]), (inputs.bias, needed[3])) if need]
     for leaf in leaves:
         leaf.requires_grad_()
 
     keep = len(kept) > 0
     call = compiled(log_probs.surrogate, _tile(problem, inputs, size, keep))
     for rows in tiles(alignment, row, size, problem.seed):
-        logits = kept[rows.row.clamp(max=len(kept) - 1)] if keep else None
+        product = kept[rows.row.clamp(max=len(kept) - 1)] if keep else None
         with torch.enable_grad():
-            zeros = call(inputs, rows, logits, blank[rows.node], label[rows.node])
+            zeros = call(inputs, rows, product, blank[rows.node], label[rows.node])
         gradients = iter(torch.autograd.grad(zeros, leaves, upstream[rows.utterance]))
         if needed[0] or needed[1]:
             d_pre = next(gradients)
@@ -124,20 +124,17 @@ def _needed(problem: JointProblem, needed: list[bool]) -> list[tuple[Tensor, boo
 
 def _constants(problem: JointProblem) -> JointInputs:
     """The tile's inputs; classes are padded to whole rows of memory with scores of -inf, whose probability is 0: a
-    library's matrix product is slow, and in 16 bits less exact, on a vocabulary of 1025."""
+    library's matrix product is slow on a vocabulary of 1025."""
     weight, bias = problem.linear_weight.detach(), problem.linear_bias
     missing = _padded(len(weight)) - len(weight)
-    if bias is None and missing:
-        bias = weight.new_zeros(len(weight))
-    if bias is not None:
-        wide = torch.promote_types(bias.dtype, torch.float32)
-        bias = torch.nn.functional.pad(bias.detach().to(wide), (0, missing), value=-torch.inf)
+    wide = torch.promote_types(problem.compute_dtype, torch.float32)
+    bias = weight.new_zeros(len(weight), dtype=wide) if bias is None else bias.detach().to(wide)
     return JointInputs(
         encoder=matrix(problem.encoder),
         predictor=matrix(problem.predictor),
         anchor=None,
         weight=torch.nn.functional.pad(weight.to(problem.compute_dtype), (0, 0, 0, missing)).contiguous(),
-        bias=bias,
+        bias=torch.nn.functional.pad(bias, (0, missing), value=-torch.inf),
     )
 
 
@@ -212,7 +209,7 @@ def joint_loss_operator(
     tile_rows: int, untiled: bool, dtype: torch.dtype,
     fastemit_lambda: float, occupancy_threshold: float, with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """losses [B]; for the backward pass, else empty, two weights [B, T, U1] and, untiled, logits [rows, V]."""
+    """losses [B]; for the backward pass, else empty, two weights [B, T, U1] and, untiled, products [rows, V]."""
     problem = _problem(
         encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
         blank, rows, host_sync, activation, dropout_p, clamp, tile_rows, untiled, dtype,
@@ -232,7 +229,7 @@ def joint_log_probs_operator(
     blank: int, rows: int, host_sync: bool, activation: str, dropout_p: float, clamp: float,
     tile_rows: int, untiled: bool, dtype: torch.dtype, with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """logp_blank [B, T, U1], logp_label [B, T, U]; untiled, logits [rows, V] for the backward pass, else empty."""
+    """logp_blank [B, T, U1], logp_label [B, T, U]; untiled, products [rows, V] for the backward pass, else empty."""
     problem = _problem(
         encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
         blank, rows, host_sync, activation, dropout_p, clamp, tile_rows, untiled, dtype,
