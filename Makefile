@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY := PASSIVE
 bin := $(VENV)/bin
 install := $(bin)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: train test lint format benchmark wheel clean
+.PHONY: train test sanitize lint format benchmark wheel clean
 
 train: $(VENV)/example.installed
 	$(if $(findstring --data,$(TRAIN_ARGS)),,$(bin)/python -m examples.speech.fetch)
@@ -23,6 +23,9 @@ test: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/test.installed
 	$(bin)/python -m pytest
 	TRITON_INTERPRET=1 RNNT_TEST_BACKENDS=triton $(bin)/python -m pytest -m triton
+
+sanitize: $(VENV)/test.installed
+	PYTHON=$(bin)/python tests/sanitizer.sh
 
 lint: $(VENV)/lint.installed
 	$(bin)/ruff check

@@ -18,6 +18,7 @@ from tests.support import (
     check_budget,
     logits_budget,
     logits_results,
+    on_gpu,
     ragged,
     upstream_of,
     with_gradients,
@@ -164,6 +165,12 @@ def lattice_results(planes, lengths, backend, **options):
     return {"loss": loss.detach(), "d_blank": blank.grad, "d_label": d_label}
 
 
+def planes_of(B, T, U, spread):
+    """Blank and label share the probability, by a random score of this standard deviation."""
+    score = spread * torch.randn(B, T, U + 1, generator=torch.Generator().manual_seed(T + U))
+    return torch.nn.functional.logsigmoid(score), torch.nn.functional.logsigmoid(-score[:, :, :-1])
+
+
 LATTICES = [(1, 1, 0), (2, 1, 6), (3, 30, 0), (3, 12, 31), (1, 300, 80)]
 LONG = [(1, 1500, 300), (2, 4000, 600), (1, 20, 2000)]
 
@@ -177,9 +184,7 @@ def test_lattice(place, sizes):
     """
     B, T, U = sizes
     batch = ragged(B, T, U, 5, 1, seed=T)
-    score = 2 * torch.randn(B, T, U + 1, generator=torch.Generator().manual_seed(T + U))
-    planes = torch.nn.functional.logsigmoid(score), torch.nn.functional.logsigmoid(-score[:, :, :-1])
-    planes = [x.to(place.device) for x in planes]
+    planes = [x.to(place.device) for x in planes_of(B, T, U, 2)]
     lengths = [x.to(place.device) for x in batch[5:]]
     truth = lattice_results([x.double() for x in planes], lengths, "reference")
     exact = {name: torch.zeros_like(x) for name, x in truth.items()}
@@ -189,5 +194,20 @@ def test_lattice(place, sizes):
         assert_budget(found, budget)
         return
     assert_budget({"loss": found["loss"]}, budget)
+    for name in ("d_blank", "d_label"):
+        torch.testing.assert_close(found[name].double(), truth[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spread", [pytest.param(0, id="flat"), pytest.param(16, id="sharp")])
+@pytest.mark.parametrize("backend", on_gpu("compiled", "triton"))
+def test_long_lattice_flat_and_sharp(backend, spread):
+    """T = 4000, U = 600: every path alike, or one far ahead of the others."""
+    B, T, U = 1, 4000, 600
+    planes = [x.cuda() for x in planes_of(B, T, U, spread)]
+    lengths = torch.tensor([T]).cuda(), torch.tensor([U]).cuda()
+    truth = lattice_results([x.double() for x in planes], lengths, "reference")
+    found = lattice_results(planes, lengths, backend)
+    torch.testing.assert_close(found["loss"].double(), truth["loss"], rtol=1e-6, atol=1e-5)
     for name in ("d_blank", "d_label"):
         torch.testing.assert_close(found[name].double(), truth[name], rtol=0, atol=1e-5)

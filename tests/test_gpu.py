@@ -1,6 +1,7 @@
 """What only a GPU can show: more than 2^31 elements, and steps that never wait for the device."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -96,6 +97,26 @@ def test_waiting_would_be_seen():
             joint_loss(batch, backend="triton")
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_validated_step_waits_once():
+    """Lengths and labels are read together, and nothing else is."""
+    batch = ragged(3, 40, 10, 37, 24).cast(torch.float32, "cuda")
+
+    def step():
+        joint_loss(with_gradients(batch), backend="triton").backward()
+
+    step()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            torch.cuda.set_sync_debug_mode("warn")
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [x for x in caught if "called a synchronizing CUDA operation" in str(x.message)]
+    assert len(waits) == 1, [f"{x.filename}:{x.lineno}" for x in waits]
 
 
 @pytest.mark.parametrize("backend", on_gpu("reference", "compiled", "triton"))
