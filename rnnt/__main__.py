@@ -5,6 +5,7 @@ import sys
 
 import rnnt
 from rnnt import check
+from rnnt.bench import command as bench
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -13,6 +14,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"rnnt {rnnt.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     check.add_command(commands)
+    bench.add_command(commands)
     options = parser.parse_args(arguments)
     status: int = options.run(options)
     return status

@@ -39,6 +39,11 @@ def _cpu_compiler() -> str | None:
     )
 
 
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def unavailable(name: str, device: str) -> str | None:
     """Why the backend does not work on this machine for tensors on "cpu" or "cuda"; None when it does."""
     if name == "reference":
@@ -46,10 +51,10 @@ def unavailable(name: str, device: str) -> str | None:
     if name == "compiled":
         if device == "cpu":
             return None if _cpu_compiler() else "torch.compile needs a C++ compiler for CPU tensors and found none"
-        if importlib.util.find_spec("triton") is None:
+        if not _has_triton():
             return "torch.compile needs the package triton for GPU tensors: pip install triton"
         return None
-    if importlib.util.find_spec("triton") is None:
+    if not _has_triton():
         return "the package triton is not installed: pip install triton"
     if device == "cpu":
         return (
@@ -121,3 +126,9 @@ def choose(name: str, problem: Problem) -> ModuleType:
     if not torch.compiler.is_compiling():
         _warn_reference(str(reason))
     return _load("reference")
+
+
+def reason_of_refusal(error: Exception, name: str) -> str | None:
+    """Why the backend that was named does not take a call, when that is what the error says."""
+    refused = isinstance(error, ValueError) and str(error).startswith("backend: ")
+    return str(error).partition(f"got {name!r}: ")[2] or None if refused else None

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import rnnt
-from rnnt.backends import NAMES, unavailable
+from rnnt.backends import NAMES, reason_of_refusal, unavailable
 
 QUANTITIES = ("loss", "d_encoder", "d_predictor", "d_linear_weight", "d_linear_bias")
 DTYPES = {str(x).removeprefix("torch."): x for x in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
@@ -185,8 +185,8 @@ def compare(names: list[str], dtypes: list[str], device: str, shapes: tuple[Shap
                         over = not all(found[x] <= budgets[x] for x in QUANTITIES)
                         yield line._replace(errors=found, failed=over)
                     except Exception as error:
-                        refusal = str(error).partition(f"got {name!r}: ")[2]
-                        if isinstance(error, ValueError) and str(error).startswith("backend: ") and refusal:
+                        refusal = reason_of_refusal(error, name)
+                        if refusal is not None:
                             yield line._replace(reason=f"not taken: {refusal}")
                             continue
                         if str(error) not in traced:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rnnt.bench.shapes import SHAPES, parse
 from tests.benchmarks import table
-from tests.benchmarks.shapes import SHAPES, parse
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--rnnt-device", "cpu", "--rnnt-backend", "reference", "--rnnt-shape", "2,6,3,11,8", "--rnnt-rounds", "2"]

@@ -2,7 +2,7 @@
 
 Two comparisons with the reference in float64, under the budget of `python -m rnnt check`: the losses of the whole
 batch, which the reference takes one utterance at a time, and losses and gradients of a cut of the batch whose dense
-tensor fits in memory.  Before: steps.py.  After: test_loss.py.
+tensor fits in memory.  Before: rnnt/bench/steps.py.  After: test_loss.py.
 """
 
 import functools
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import rnnt
-from rnnt.check import QUANTITIES, rounding_band
-from tests.benchmarks.shapes import DTYPES, Shape
-from tests.benchmarks.steps import Settings, Step, autocast
+from rnnt.bench.shapes import Shape
+from rnnt.bench.steps import Settings, Step, autocast
+from rnnt.check import DTYPES, QUANTITIES, rounding_band
 
 # Elements of the cut's dense tensor; the reference holds about a dozen tensors of that size.
 CUT_ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 22}

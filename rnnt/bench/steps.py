@@ -4,9 +4,10 @@
     backward   the backward pass of the same
     both       forward and backward, with the two projections and their gradients
 
-Parameters are PyTorch's fresh nn.Linear layers.  Before: shapes.py.  After: correctness.py, test_loss.py.
+Parameters are PyTorch's fresh nn.Linear layers.  Before: shapes.py.  After: measure.py, tests/benchmarks.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
@@ -15,7 +16,11 @@ import torch
 from torch import Tensor
 
 import rnnt
-from tests.benchmarks.shapes import DTYPES, ENCODER_FEATURES, PREDICTOR_FEATURES, Shape, make_batch
+from rnnt.bench.machine import synchronize
+from rnnt.bench.shapes import ENCODER_FEATURES, PREDICTOR_FEATURES, Shape, make_batch
+from rnnt.check import DTYPES
+
+PASSES = ("forward", "backward", "both")
 
 
 class Settings(NamedTuple):
@@ -31,7 +36,9 @@ class Settings(NamedTuple):
     def tiles(self) -> str:
         if self.backend == "reference":
             return "-"
-        return {"auto": "tiled", None: "untiled"}.get(self.tile_rows) or str(self.tile_rows)
+        if self.tile_rows is None:
+            return "untiled"
+        return "tiled" if self.tile_rows == "auto" else str(self.tile_rows)
 
 
 def autocast(shape: Shape, device: str) -> AbstractContextManager[None]:
@@ -86,12 +93,20 @@ class Step:
         parameters = [x for layer in layers for x in layer.parameters()]
         return parameters + (self.states if which == "both" else self.projected)
 
-    def clear_gradients(self) -> None:
+    def prepare(self, which: str, hold_gradients: bool = False) -> Callable[[], None]:
+        """The pass as a call that waits for the device; what comes before the pass is done here.
+
+        hold_gradients: where the pass will add its gradients there are zeros, so that they do not count as its memory.
+        """
         for x in self.leaves("both") + self.projected:
             x.grad = None
-
-    def hold_gradients(self, which: str) -> None:
-        """Zero gradients where the pass will add its own, so that these do not count as memory of the pass."""
-        self.clear_gradients()
-        for x in self.leaves(which):
+        for x in self.leaves(which) if hold_gradients else []:
             x.grad = torch.zeros_like(x)
+        work: Callable[[], object] = {"forward": self.forward, "both": self.both}.get(which) or self.forward().backward
+        synchronize(self.device)
+
+        def call() -> None:
+            work()
+            synchronize(self.device)
+
+        return call

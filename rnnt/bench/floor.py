@@ -6,7 +6,7 @@
 
 Over the valid rows, in chunks that fit in memory, in the shape's dtype.  V and H are rounded to a multiple of 64 for
 the measurement, since a library's unaligned products are several times slower, and the time is scaled back by the
-FLOP: V = 1025 has the floor of 1024 and a thousandth.  Before: shapes.py.  After: test_loss.py.
+FLOP: V = 1025 has the floor of 1024 and a thousandth.  Before: shapes.py.  After: measure.py.
 """
 
 import functools
@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from tests.benchmarks.shapes import DTYPES, Shape
+from rnnt.bench.machine import synchronize
+from rnnt.bench.shapes import Shape
+from rnnt.check import DTYPES
 
 CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 64 << 20}
 REPEATS = {"cuda": 10, "cpu": 3}
@@ -33,11 +35,6 @@ class Floor(NamedTuple):
         """Of the pass "forward", "backward" or "both"."""
         forward, backward = self.logits, self.d_hidden + self.d_linear_weight
         return {"forward": forward, "backward": backward, "both": forward + backward}[which]
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 @functools.cache

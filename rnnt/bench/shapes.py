@@ -1,6 +1,7 @@
 """The shapes that are measured, and random inputs of them.
 
-Utterance lengths fall evenly from 100 % to `shortest` of T and of U alike.  Before: nothing.  After: cases.py.
+Utterance lengths fall evenly from 100 % to `shortest` of T and of U alike.
+Before: nothing.  After: steps.py, floor.py.
 """
 
 from dataclasses import dataclass, replace
@@ -9,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rnnt.check import DTYPES
+
 ENCODER_FEATURES = 512
 PREDICTOR_FEATURES = 640
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,13 @@ class Shape:
     def in_dtype(self, dtype: str) -> "Shape":
         return self if dtype == self.dtype else replace(self, name=f"{self.name}-{dtype}", dtype=dtype)
 
+    def with_frames(self, T: int) -> "Shape":
+        if T == self.T:
+            return self
+        size = f"-T{self.T}-"  # in names made of sizes
+        name = self.name.replace(size, f"-T{T}-") if size in self.name else f"{self.name}-T{T}"
+        return replace(self, name=name, T=T)
+
 
 SHAPES = {
     shape.name: shape
@@ -74,7 +82,8 @@ def parse(text: str) -> Shape:
     if len(sizes) != 5 or min(sizes[:2] + sizes[3:]) < 1 or sizes[2] < 0:
         raise ValueError(f"expected B,T,U,V,H or one of {', '.join(SHAPES)}, got {text!r}")
     name = "-".join(f"{letter}{size}" for letter, size in zip("BTUVH", sizes, strict=True))
-    return Shape(name, *sizes)
+    B, T, U, V, H = sizes
+    return Shape(name, B, T, U, V, H)
 
 
 class Batch(NamedTuple):

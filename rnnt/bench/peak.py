@@ -2,9 +2,11 @@
 
 On a GPU, from PyTorch's caching allocator.  On the CPU, from the allocations and frees that PyTorch's profiler records
 (inputs are older than the recording, so they do not count; what a library allocates by itself is not seen).
+Before: nothing.  After: measure.py.
 """
 
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ def peak_bytes(call: Callable[[], object], device: str) -> int:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library logs every start and stop to stderr
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
     with tempfile.TemporaryDirectory() as folder:
