@@ -32,8 +32,10 @@ class Rows(NamedTuple):
 
 def row_offsets(alignment: Alignment) -> Tensor:
     """offsets [B + 1] int64."""
-    sizes = alignment.encoder_lengths * (alignment.target_lengths + 1)
-    return torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
+    frames, labels = alignment.encoder_lengths, alignment.target_lengths
+    offsets = frames.new_zeros(frames.shape[0] + 1)
+    torch.cumsum(torch.addcmul(frames, frames, labels), 0, out=offsets[1:])
+    return offsets
 
 
 def rows_at(alignment: Alignment, offsets: Tensor, row: Tensor) -> Rows:

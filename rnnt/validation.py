@@ -5,6 +5,7 @@ ints, so that the number of valid rows N is known on the host.  Inside a graph t
 check runs as one opaque operator.  Before: api.py.  After: layout.py.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,25 +24,29 @@ def check_values(
     targets [B, U], encoder_lengths [B], target_lengths [B]: int64 on one device.  classes None: labels are not used,
     and not checked.  Raises ValueError with argument, expected, got.
     """
-    labels = targets.shape[1]
-    inside = torch.arange(labels, device=targets.device) < target_lengths[:, None]  # [B, U]
-    if classes is None:
-        wrong = torch.zeros_like(inside)
-    else:
-        wrong = inside & ((targets < 0) | (targets >= classes) | (targets == blank))
-    wrong_label = wrong.any(dim=1).long()
-    lengths, counts, wrong_flags = torch.stack([encoder_lengths, target_lengths, wrong_label]).tolist()
-    for b, (length, count, flag) in enumerate(zip(lengths, counts, wrong_flags, strict=True)):
-        if not 1 <= length <= frames:
-            raise ValueError(f"{lengths_name}[{b}]: expected a length in [1, {frames}] (T = {frames}), got {length}")
-        if not 0 <= count <= labels:
-            raise ValueError(f"target_lengths[{b}]: expected a length in [0, {labels}] (U = {labels}), got {count}")
-        if flag:
-            u = int(wrong[b].int().argmax())
-            label = int(targets[b, u])
-            expected = f"a label in [0, {classes}) other than blank = {blank}"
-            raise ValueError(f"targets[{b}, {u}]: expected {expected} (target_lengths[{b}] = {count}), got {label}")
-    return sum(length * (count + 1) for length, count in zip(lengths, counts, strict=True))
+    utterances, labels = targets.shape
+    read = [encoder_lengths, target_lengths] + ([] if classes is None else [targets.flatten()])
+    values = torch.cat(read).cpu().numpy()  # the host sync
+    lengths, counts, values = values[:utterances], values[utterances : 2 * utterances], values[2 * utterances :]
+    wrong_length, wrong_count = (lengths < 1) | (lengths > frames), (counts < 0) | (counts > labels)
+    wrong_label = np.zeros((utterances, 0), dtype=bool)
+    if classes is not None:
+        values = values.reshape(utterances, labels)
+        wrong_label = (values < 0) | (values >= classes) | (values == blank)
+        wrong_label &= np.arange(labels) < counts[:, None]
+    wrong = wrong_length | wrong_count | wrong_label.any(axis=1)
+    if wrong.any():
+        b = int(wrong.argmax())
+        if wrong_length[b]:
+            expected = f"a length in [1, {frames}] (T = {frames})"
+            raise ValueError(f"{lengths_name}[{b}]: expected {expected}, got {lengths[b]}")
+        if wrong_count[b]:
+            expected = f"a length in [0, {labels}] (U = {labels})"
+            raise ValueError(f"target_lengths[{b}]: expected {expected}, got {counts[b]}")
+        u = int(wrong_label[b].argmax())
+        expected = f"a label in [0, {classes}) other than blank = {blank} (target_lengths[{b}] = {counts[b]})"
+        raise ValueError(f"targets[{b}, {u}]: expected {expected}, got {values[b, u]}")
+    return int((lengths * (counts + 1)).sum())
 
 
 @torch.library.custom_op("rnnt::check_values", mutates_args=())

@@ -21,7 +21,7 @@ class Config:
     block_h: int = 0
     num_warps: int = 4
     num_stages: int = 3
-    programs: int = 0  # of a kernel whose programs stride over their work
+    programs: int = 0  # of a kernel whose programs stride over their work; log_probs_fwd: a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,11 @@ class Configs:
     log_probs_bwd: Config
     hidden_bwd: Config
     weight_bwd: Config
-    sums: Config  # joint_bwd_encoder, joint_bwd_predictor: rows and features added at a time
+    sums: Config  # joint_bwd: rows and features added at a time; programs for the frames
     rows: Config  # kernels that do a little work on each row
+    live_rows: Config
     logits: Config  # dense scores: classes read at a time
-    pad_v: int  # the output layer is padded to multiples of these
+    pad_v: int  # d_logits and hidden are padded to multiples of these
     pad_h: int
     pad_rows: int  # tiles are whole multiples of it, and every block_rows divides it
     weight_programs: int  # of weight_bwd, about the chip's multiprocessors or twice as many
@@ -42,14 +43,15 @@ class Configs:
 
 TWO_BYTES = Configs(
     joint_fwd=Config(block_rows=16, block_h=64, num_warps=2),
-    log_probs_fwd=Config(block_rows=128, block_v=128, block_h=64, num_warps=4, num_stages=3),
+    log_probs_fwd=Config(block_rows=128, block_v=256, block_h=64, num_warps=8, num_stages=3, programs=1),
     log_probs_bwd=Config(block_rows=128, block_v=128, block_h=64, num_warps=4, num_stages=3),
     hidden_bwd=Config(block_rows=128, block_v=64, block_h=128, num_warps=4, num_stages=3),
     weight_bwd=Config(block_rows=64, block_v=64, block_h=128, num_warps=4, num_stages=4),
     sums=Config(block_rows=16, block_h=64, num_warps=2, programs=512),
     rows=Config(block_rows=256, num_warps=4),
+    live_rows=Config(block_rows=1024, num_warps=4),
     logits=Config(block_v=2048, num_warps=4),
-    pad_v=128,
+    pad_v=64,
     pad_h=128,
     pad_rows=128,
     weight_programs=264,
@@ -57,12 +59,13 @@ TWO_BYTES = Configs(
 
 FOUR_BYTES = Configs(
     joint_fwd=Config(block_rows=16, block_h=128, num_warps=4),
-    log_probs_fwd=Config(block_rows=64, block_v=128, block_h=32, num_warps=8, num_stages=3),
+    log_probs_fwd=Config(block_rows=64, block_v=128, block_h=32, num_warps=8, num_stages=3, programs=2),
     log_probs_bwd=Config(block_rows=64, block_v=128, block_h=32, num_warps=8, num_stages=3),
     hidden_bwd=Config(block_rows=64, block_v=32, block_h=128, num_warps=8, num_stages=3),
     weight_bwd=Config(block_rows=32, block_v=128, block_h=64, num_warps=8, num_stages=3),
     sums=Config(block_rows=16, block_h=128, num_warps=4, programs=512),
     rows=Config(block_rows=256, num_warps=4),
+    live_rows=Config(block_rows=1024, num_warps=4),
     logits=Config(block_v=2048, num_warps=4),
     pad_v=128,
     pad_h=128,
@@ -73,12 +76,13 @@ FOUR_BYTES = Configs(
 _SMALL = Config(block_rows=16, block_v=16, block_h=16)
 INTERPRETED = Configs(
     joint_fwd=Config(block_rows=8, block_h=16),  # less than the matrix kernels' blocks, as on a GPU
-    log_probs_fwd=_SMALL,
-    log_probs_bwd=_SMALL,
+    log_probs_fwd=Config(block_rows=16, block_v=32, block_h=16, programs=4),
+    log_probs_bwd=Config(block_rows=16, block_v=32, block_h=16),
     hidden_bwd=_SMALL,
     weight_bwd=_SMALL,
     sums=Config(block_rows=16, block_h=16, programs=4),
     rows=Config(block_rows=64),
+    live_rows=Config(block_rows=16),
     logits=Config(block_v=16),
     pad_v=16,
     pad_h=16,

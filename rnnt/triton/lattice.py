@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rnnt.triton.config import configs
 from rnnt.triton.joint import locate
+from rnnt.triton.launch import launch
 
 
 @triton.jit
@@ -96,7 +97,8 @@ def lattice_fwd(
     alpha_beta = logp_blank.new_empty((directions, rows), dtype=torch.float64)
     log_z = alpha_beta.new_empty(utterances)
     block_u = max(triton.next_power_of_2(columns), 32)
-    lattice_fwd_kernel[(utterances, directions)](
+    launch(
+        lattice_fwd_kernel, (utterances, directions),
         logp_blank, logp_label, offsets, encoder_lengths, target_lengths,
         alpha_beta, log_z,
         rows,
@@ -146,7 +148,8 @@ def lattice_bwd(
     rows, utterances = logp_blank.shape[0], encoder_lengths.shape[0]
     occupancy_blank = torch.empty_like(logp_blank)
     occupancy_label = torch.empty_like(logp_label)
-    lattice_bwd_kernel[(triton.cdiv(rows, config.block_rows),)](
+    launch(
+        lattice_bwd_kernel, (triton.cdiv(rows, config.block_rows),),
         logp_blank, logp_label, alpha_beta, log_z, offsets, encoder_lengths, target_lengths,
         occupancy_blank, occupancy_label,
         rows, utterances, (utterances - 1).bit_length(),

@@ -1,27 +1,68 @@
-"""Launching one kernel for many tiles.
+"""Launching kernels at little cost to the host.
 
-A tile step launches the same kernel with the same arguments but one, the tile's first row.  Triton binds, specialises
-and looks up a launch's arguments every time, which takes longer than a small tile's work; here it does so for the
-first tile, and the compiled kernel is launched directly for the others.
+Triton binds, specialises and looks up a launch's arguments every time, which takes longer than a small kernel's work.
+Here it does so once for each kind of arguments; later launches of that kind go to the compiled kernel directly.
 """
 
 from typing import Any
 
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-class TileLaunch:
-    """A kernel with all its arguments but the first, `first`: int64 and not specialised on, so that one compiled
-    kernel serves every tile.  Call it with the tile's first row."""
+from rnnt.backends import interpreting
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+class Launch:
+    """A kernel with all its arguments but the leading ones, which a call brings.
+
+    A tile step launches one kernel with the same arguments but one, the tile's first row, `first`: it is annotated
+    int64 and not specialised on, so that one compiled kernel serves every tile.
+    """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         self.kernel = kernel
         self.grid = (*grid, 1, 1)[:3]
         self.arguments = arguments
         self.options = options
-        self.constants = [options[name] for name in kernel.arg_names[1 + len(arguments) :]]
-        self.compiled: Any = None
+        self.ready: Any = None
 
-    def __call__(self, first: int) -> None:
-        if self.compiled is not None:
-            self.compiled[self.grid](first, *self.arguments, *self.constants)
-        else:
-            self.compiled = self.kernel[self.grid](first, *self.arguments, **self.options)  # None when interpreted
+    def __call__(self, *leading: int) -> None:
+        if interpreting():
+            self.kernel[self.grid](*leading, *self.arguments, **self.options)
+            return
+        if self.ready is None:
+            names = self.kernel.arg_names[len(leading) :]
+            self.constants = [self.options[name] for name in names[len(self.arguments) :]]
+            kind = self._kind(names)
+            if kind not in _compiled:
+                _compiled[kind] = self.kernel[self.grid](*leading, *self.arguments, **self.options)
+                self.ready = _compiled[kind][self.grid]
+                return
+            self.ready = _compiled[kind][self.grid]
+        self.ready(*leading, *self.arguments, *self.constants)
+
+    def _kind(self, names: list[str]) -> tuple[Any, ...]:
+        """All that Triton compiles a kernel for: launches alike in it run the same code."""
+        plain = self.kernel.do_not_specialize
+        kinds = [_kind(x, name in plain) for x, name in zip(self.arguments, names, strict=False)]
+        return id(self.kernel), torch.cuda.current_device(), *kinds, *self.options.items()
+
+
+def _kind(x: Any, plain: bool) -> Any:
+    """plain: of an integer, Triton looks at the width alone."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if isinstance(x, TensorDescriptor):
+        return x.base.dtype, *x.block_shape
+    if isinstance(x, int):
+        wide = not -(2**31) <= x < 2**31
+        return wide if plain else (wide, x == 1, x % 16 == 0)
+    return type(x)  # a float, or None
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """One launch."""
+    Launch(kernel, grid, *arguments, **options)()

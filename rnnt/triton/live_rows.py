@@ -16,32 +16,59 @@ import triton.language as tl
 from torch import Tensor
 
 from rnnt.triton.config import configs
+from rnnt.triton.launch import launch
+
+
+@triton.jit
+def load_live(weight_blank_ptr, weight_label_ptr, row, rows, threshold, THRESHOLD: tl.constexpr):
+    """Whether the rows are live, as int32; a NaN is: its loss is NaN, and so are its gradients."""
+    w_blank = tl.load(weight_blank_ptr + row, mask=row < rows, other=0.0)
+    w_label = tl.load(weight_label_ptr + row, mask=row < rows, other=0.0)
+    dead = (w_blank + w_label < threshold) if THRESHOLD else ((w_blank == 0) & (w_label == 0))
+    return tl.where(dead | (row >= rows), 0, 1)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def live_rows_kernel(slot_ptr, row_ptr, rows, BLOCK_ROWS: tl.constexpr):
-    """Owns BLOCK_ROWS packed rows; writes those that are live to their slots."""
+def count_live_rows_kernel(
+    weight_blank_ptr, weight_label_ptr, counts_ptr, rows, threshold, THRESHOLD: tl.constexpr, BLOCK_ROWS: tl.constexpr
+):
+    """Owns BLOCK_ROWS packed rows; writes how many of them are live."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    mask_row = row < rows
-    slot = tl.load(slot_ptr + row, mask=mask_row, other=0)
-    after = tl.load(slot_ptr + row + 1, mask=mask_row, other=0)
-    tl.store(row_ptr + slot, row.to(row_ptr.dtype.element_ty), mask=mask_row & (after > slot))
+    live = load_live(weight_blank_ptr, weight_label_ptr, row, rows, threshold, THRESHOLD)
+    tl.store(counts_ptr + tl.program_id(0), tl.sum(live, axis=0))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def live_rows_kernel(
+    weight_blank_ptr, weight_label_ptr, counts_ptr, slot_ptr, row_ptr, rows, threshold,
+    THRESHOLD: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Owns BLOCK_ROWS packed rows; adds up the counts before them, and writes their slots and the live ones' rows."""
+    index = slot_ptr.dtype.element_ty
+    block = tl.program_id(0)
+    before = tl.zeros([BLOCK_ROWS], index)
+    for start in range(0, block, BLOCK_ROWS):
+        offs = start + tl.arange(0, BLOCK_ROWS)
+        before += tl.load(counts_ptr + offs, mask=offs < block, other=0).to(index)
+    row = block.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    live = load_live(weight_blank_ptr, weight_label_ptr, row, rows, threshold, THRESHOLD)
+    after = tl.sum(before, axis=0) + tl.cumsum(live, axis=0).to(index)
+    tl.store(slot_ptr + 1 + row, after, mask=row < rows)
+    tl.store(slot_ptr + row, after - live.to(index), mask=row == 0)
+    tl.store(row_ptr + after - 1, row.to(index), mask=live == 1)
 
 
 def live_rows(weight_blank: Tensor, weight_label: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
-    """row [N] and slot [N + 1] (int32, int64 past 2^31 rows), and the count [1], a view of slot's end."""
-    rows = weight_blank.shape[0]
+    """row [rows] and slot [rows + 1] (int32, int64 past 2^31 rows), and the count [1], a view of slot's end."""
+    rows, config = weight_blank.shape[0], configs(torch.float32).live_rows
+    blocks = triton.cdiv(rows, config.block_rows)
     index = torch.int32 if rows < 2**31 - 1 else torch.int64
-    live = (weight_blank != 0) | (weight_label != 0)
-    if threshold > 0:
-        live = ~(weight_blank + weight_label < threshold)  # a NaN is live: its loss is NaN, and so are its gradients
-    slot = torch.zeros(rows + 1, dtype=index, device=live.device)
-    torch.cumsum(live, 0, dtype=index, out=slot[1:])
-    row = torch.empty(rows, dtype=index, device=live.device)
-    config = configs(torch.float32).rows
-    live_rows_kernel[(triton.cdiv(rows, config.block_rows),)](
-        slot, row, rows, BLOCK_ROWS=config.block_rows, num_warps=config.num_warps
-    )
+    counts = weight_blank.new_empty(blocks, dtype=torch.int32)
+    slot = counts.new_empty(rows + 1, dtype=index)
+    row = counts.new_empty(rows, dtype=index)
+    options = {"THRESHOLD": threshold > 0, "BLOCK_ROWS": config.block_rows, "num_warps": config.num_warps}
+    launch(count_live_rows_kernel, (blocks,), weight_blank, weight_label, counts, rows, threshold, **options)
+    launch(live_rows_kernel, (blocks,), weight_blank, weight_label, counts, slot, row, rows, threshold, **options)
     return row, slot, slot[-1:]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rnnt.triton.config import configs
 from rnnt.triton.joint import locate
+from rnnt.triton.launch import launch
 
 
 @triton.jit
@@ -69,7 +70,8 @@ def logits_fwd(
     utterances, _, columns, classes = logits.shape
     config = configs(torch.float32).logits
     logp_blank, logp_label, lse = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
-    logits_fwd_kernel[(rows,)](
+    launch(
+        logits_fwd_kernel, (rows,),
         logits, targets, offsets, target_lengths,
         logp_blank, logp_label, lse,
         *logits.stride(),
@@ -128,7 +130,8 @@ def logits_bwd(
     utterances, frames, columns, classes = logits.shape
     config = configs(torch.float32).logits
     d_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    logits_bwd_kernel[(utterances * frames * columns,)](
+    launch(
+        logits_bwd_kernel, (utterances * frames * columns,),
         logits, targets, offsets, encoder_lengths, target_lengths,
         lse, weight_blank, weight_label, upstream,
         d_logits,

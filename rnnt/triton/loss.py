@@ -1,15 +1,12 @@
 """The pipeline in order, as operators of torch.library: joint -> log_probs -> lattice -> losses [B], and back.
 
-    forward     for each tile { joint_fwd -> log_probs_fwd } -> lattice_fwd -> lattice_bwd (the occupancies)
-    backward    live_rows, then for each tile of these { joint_fwd -> log_probs_bwd -> weight_bwd
-                -> hidden_bwd -> joint_bwd_encoder, joint_bwd_predictor }
+    forward     log_probs_fwd (joint included) -> lattice_fwd -> lattice_bwd (the occupancies)
+    backward    live_rows, then for each tile of these { joint_fwd -> log_probs_bwd -> weight_bwd -> hidden_bwd
+                -> joint_bwd }
 
 What lives through a tile: hidden [tile, H], in the backward pass also d_logits [tile, V].  What is kept from forward
 to backward: three numbers a row (lse and two occupancies; untiled: the logits too, in the compute dtype).
 Packed tensors have `rows` rows: N where the host knows it, else its bound B T U1.  No step waits for the device.
-
-Gradients travel in the compute dtype near the scale of one utterance: upstream gradients are divided by a power of two
-next to their largest (in float16 a further 2^-12 uses its range), and the float32 sums are multiplied by it.
 Before: backends.py.
 """
 
@@ -22,13 +19,14 @@ from rnnt.layout import row_offsets
 from rnnt.problem import Alignment, JointProblem
 from rnnt.tiling import tile_size
 from rnnt.triton.config import ceil_to, configs
-from rnnt.triton.joint import joint_bwd_encoder, joint_bwd_predictor, joint_fwd, joint_live_fwd
+from rnnt.triton.joint import joint_bwd, joint_fwd
 from rnnt.triton.lattice import losses_and_occupancies
 from rnnt.triton.live_rows import LiveCount, live_rows
 from rnnt.triton.log_probs import log_probs_bwd, log_probs_fwd
-from rnnt.triton.operands import Operands, padded_layer
+from rnnt.triton.operands import Operands, aligned_rows
 from rnnt.triton.output_layer import hidden_bwd, weight_bwd, weight_shares
 from rnnt.triton.packing import pack, unpack
+from rnnt.triton.upstream import scaled_upstream
 
 WORKSPACE = 64 * 2**20  # bytes of one tile's hidden and d_logits
 
@@ -60,14 +58,13 @@ def _joint_arguments(problem: JointProblem) -> tuple[Any, ...]:
     classes, features = problem.linear_weight.shape
     hidden_bytes = ceil_to(features, sizes.pad_h) * dtype.itemsize
     logits_bytes = ceil_to(classes, sizes.pad_v) * dtype.itemsize
-    tile_fwd = ceil_to(tile_size(problem.tile_rows, hidden_bytes, WORKSPACE), sizes.pad_rows)
-    tile_bwd = ceil_to(tile_size(problem.tile_rows, hidden_bytes + logits_bytes, WORKSPACE), sizes.pad_rows)
+    tile = ceil_to(tile_size(problem.tile_rows, hidden_bytes + logits_bytes, WORKSPACE), sizes.pad_rows)
     alignment = problem.alignment
     return (
         problem.encoder, problem.predictor, problem.linear_weight, problem.linear_bias,
         alignment.targets, alignment.encoder_lengths, alignment.target_lengths, problem.seed,
         alignment.blank, alignment.rows, problem.activation, problem.dropout_p,
-        tile_fwd, tile_bwd, problem.tile_rows is None, dtype,
+        tile, problem.tile_rows is None, dtype,
     )  # fmt: skip
 
 
@@ -80,27 +77,16 @@ def _operands(
     blank: int, rows: int, activation: str, dropout_p: float, dtype: torch.dtype,
 ) -> Operands:  # fmt: skip
     alignment = Alignment(targets.contiguous(), encoder_lengths, target_lengths, blank, encoder.shape[1], rows)
-    weight, bias = padded_layer(linear_weight, linear_bias, dtype)
-    offsets = row_offsets(alignment)
-    return Operands(encoder, predictor, weight, bias, alignment, offsets, seed, activation, dropout_p)
+    weight, bias = aligned_rows(linear_weight, dtype), None if linear_bias is None else linear_bias.contiguous()
+    return Operands(encoder, predictor, weight, bias, alignment, row_offsets(alignment), seed, activation, dropout_p)
 
 
 def _score(x: Operands, tile: int, keep_logits: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """logp_blank, logp_label, lse [rows] float32; logits [rows, V padded] when kept, else empty."""
     rows = x.alignment.rows
-    dtype, device = x.weight.dtype, x.weight.device
-    logp_blank, logp_label, lse = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(3))
-    logits = torch.empty((rows if keep_logits else 0, x.padded_classes), dtype=dtype, device=device)
-    tile = min(tile, ceil_to(rows, x.configs.pad_rows))
-    hidden = torch.empty((tile, x.padded_features), dtype=dtype, device=device)
-    label = torch.empty(tile, dtype=torch.int32, device=device)
-    steps = [
-        joint_fwd(x, hidden, label),
-        *log_probs_fwd(x, hidden, label, logp_blank, logp_label, lse, logits if keep_logits else None),
-    ]
-    for first in range(0, rows, tile):
-        for step in steps:
-            step(first)
+    logp_blank, logp_label, lse = (torch.empty(rows, dtype=torch.float32, device=x.weight.device) for _ in range(3))
+    logits = x.weight.new_empty((rows if keep_logits else 0, x.padded_classes))
+    log_probs_fwd(x, tile, logp_blank, logp_label, lse, logits if keep_logits else None)
     return logp_blank, logp_label, lse, logits
 
 
@@ -109,7 +95,7 @@ def joint_loss_operator(
     encoder: Tensor, predictor: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
     targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
     blank: int, rows: int, activation: str, dropout_p: float,
-    tile_fwd: int, tile_bwd: int, untiled: bool, dtype: torch.dtype,
+    tile: int, untiled: bool, dtype: torch.dtype,
     fastemit_lambda: float, clamp: float, occupancy_threshold: float, with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """losses [B]; for the backward pass occupancy_blank, occupancy_label, lse [rows] and, untiled, logits."""
@@ -117,7 +103,7 @@ def joint_loss_operator(
         encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
         blank, rows, activation, dropout_p, dtype,
     )  # fmt: skip
-    logp_blank, logp_label, lse, logits = _score(x, tile_fwd, untiled and with_gradient)
+    logp_blank, logp_label, lse, logits = _score(x, tile, untiled and with_gradient)
     losses, occupancy_blank, occupancy_label = losses_and_occupancies(
         logp_blank, logp_label, x.offsets, encoder_lengths, target_lengths, x.columns, with_gradient
     )
@@ -127,7 +113,7 @@ def joint_loss_operator(
 @joint_loss_operator.register_fake
 def _(
     encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
-    blank, rows, activation, dropout_p, tile_fwd, tile_bwd, untiled, dtype,
+    blank, rows, activation, dropout_p, tile, untiled, dtype,
     fastemit_lambda, clamp, occupancy_threshold, with_gradient,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     kept = rows if with_gradient else 0
@@ -146,14 +132,14 @@ def joint_log_probs_operator(
     encoder: Tensor, predictor: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
     targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
     blank: int, rows: int, activation: str, dropout_p: float,
-    tile_fwd: int, tile_bwd: int, untiled: bool, dtype: torch.dtype,
+    tile: int, untiled: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """logp_blank [B, T, U1], logp_label [B, T, U]; for the backward pass lse [rows] and, untiled, logits."""
     x = _operands(
         encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
         blank, rows, activation, dropout_p, dtype,
     )  # fmt: skip
-    logp_blank, logp_label, lse, logits = _score(x, tile_fwd, untiled)
+    logp_blank, logp_label, lse, logits = _score(x, tile, untiled)
     dense_blank = unpack(logp_blank, x.alignment)
     dense_label = unpack(logp_label, x.alignment)[:, :, :-1].contiguous()
     return dense_blank, dense_label, lse, logits
@@ -162,7 +148,7 @@ def joint_log_probs_operator(
 @joint_log_probs_operator.register_fake
 def _(
     encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
-    blank, rows, activation, dropout_p, tile_fwd, tile_bwd, untiled, dtype,
+    blank, rows, activation, dropout_p, tile, untiled, dtype,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     utterances, frames, _ = encoder.shape
     columns = predictor.shape[1]
@@ -180,7 +166,7 @@ def joint_bwd_operator(
     encoder: Tensor, predictor: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
     targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
     blank: int, rows: int, activation: str, dropout_p: float,
-    tile_fwd: int, tile_bwd: int, untiled: bool, dtype: torch.dtype,
+    tile: int, untiled: bool, dtype: torch.dtype,
     weight_blank: Tensor, weight_label: Tensor, lse: Tensor, logits: Tensor, upstream: Tensor,
     fastemit_lambda: float, clamp: float, occupancy_threshold: float, needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -195,66 +181,65 @@ def joint_bwd_operator(
     )  # fmt: skip
     need_encoder, need_predictor, need_weight, need_bias = needed
     float32, device = torch.float32, encoder.device
-    d_encoder = torch.zeros(encoder.shape if need_encoder else (0,), dtype=float32, device=device)
-    d_predictor = torch.zeros(predictor.shape if need_predictor else (0,), dtype=float32, device=device)
-    tile = min(tile_bwd, ceil_to(rows, x.configs.pad_rows))
+    tile = min(tile, ceil_to(rows, x.configs.pad_rows))
     shares = weight_shares(x) if need_weight else 0
-    d_weight = torch.zeros((shares, *x.weight.shape), dtype=float32, device=device)
     bias_shares = tile // x.configs.log_probs_bwd.block_rows if need_bias else 0
+    d_encoder = encoder.new_zeros(encoder.shape if need_encoder else 0)
+    d_predictor = torch.zeros(predictor.shape if need_predictor else 0, dtype=float32, device=device)
+    d_weight = torch.zeros((shares, x.padded_classes, x.padded_features), dtype=float32, device=device)
     d_bias = torch.zeros((bias_shares, x.padded_classes), dtype=float32, device=device)
 
-    largest = upstream.abs().amax()
-    unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - (12 if dtype == torch.float16 else 0))
     row, slot, count = live_rows(weight_blank, weight_label, occupancy_threshold)
     live_count = LiveCount(count)
-    if fastemit_lambda > 0:
-        weight_label = weight_label * (1 + fastemit_lambda)
+    upstream, unit = scaled_upstream(upstream, dtype)
 
     hidden = torch.empty((tile, x.padded_features), dtype=dtype, device=device)
     d_logits = torch.empty((tile, x.padded_classes), dtype=dtype, device=device)
     label = torch.empty(tile, dtype=torch.int32, device=device)
+    frame = torch.empty(tile, dtype=torch.int64, device=device)
     scale = torch.empty(tile, dtype=float32, device=device)
     steps = [
-        joint_live_fwd(x, row, count, upstream / unit, hidden, label, scale),
+        joint_fwd(x, row, count, upstream, hidden, label, frame, scale),
         log_probs_bwd(
             x, hidden, row, count, label, scale, logits if untiled else None, lse,
-            weight_blank, weight_label, clamp, d_logits, d_bias if need_bias else None,
+            weight_blank, weight_label, 1 + fastemit_lambda, clamp, d_logits, d_bias if need_bias else None,
         ),
     ]  # fmt: skip
     if need_weight:
         steps.append(weight_bwd(x, d_logits, hidden, count, d_weight))
     if need_encoder or need_predictor:
         steps.append(hidden_bwd(x, d_logits, hidden, row, count))  # hidden is d_pre from here on
-    if need_encoder:
-        steps.append(joint_bwd_encoder(x, hidden, row, slot, count, d_encoder))
-    if need_predictor:
-        steps.append(joint_bwd_predictor(x, hidden, row, slot, count, d_predictor))
+        sums = d_encoder if need_encoder else None, d_predictor if need_predictor else None
+        steps.append(joint_bwd(x, hidden, frame, slot, count, unit, *sums))
     for first in range(0, rows, tile):
         if live_count.end_before(first):
             break
         for step in steps:
             step(first)
+    del hidden, d_logits, steps
 
     classes, features = linear_weight.shape
-    if need_weight:
-        d_weight = d_weight[0] if shares == 1 else d_weight.sum(0)  # one share needs no copy
-        d_weight = d_weight[:classes, :features]
-    if need_bias:
-        d_bias = d_bias.sum(0)[:classes]
-    bias_dtype = linear_weight.dtype if linear_bias is None else linear_bias.dtype
-    sums = d_encoder, d_predictor, d_weight, d_bias
-    dtypes = encoder.dtype, predictor.dtype, linear_weight.dtype, bias_dtype
-    d_encoder, d_predictor, d_weight, d_bias = (
-        (total.mul_(unit) if need else total.flatten()).to(dtype).contiguous()
-        for total, need, dtype in zip(sums, needed, dtypes, strict=True)
+    return (
+        d_encoder,
+        _finished(d_predictor, unit, predictor),
+        _finished(d_weight.sum(0)[:classes, :features] if need_weight else d_weight.flatten(), unit, linear_weight),
+        _finished(
+            d_bias.sum(0)[:classes] if need_bias else d_bias.flatten(),
+            unit,
+            linear_weight if linear_bias is None else linear_bias,
+        ),
     )
-    return d_encoder, d_predictor, d_weight, d_bias
+
+
+def _finished(total: Tensor, unit: Tensor, like: Tensor) -> Tensor:
+    """A float32 sum times unit, in the dtype of its input."""
+    return torch.mul(total, unit, out=like.new_empty(total.shape))
 
 
 @joint_bwd_operator.register_fake
 def _(
     encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
-    blank, rows, activation, dropout_p, tile_fwd, tile_bwd, untiled, dtype,
+    blank, rows, activation, dropout_p, tile, untiled, dtype,
     weight_blank, weight_label, lse, logits, upstream, fastemit_lambda, clamp, occupancy_threshold, needed,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     bias = linear_weight.new_empty(linear_weight.shape[0]) if linear_bias is None else linear_bias
@@ -266,7 +251,7 @@ def _(
 
 
 def _joint_context(ctx: Any, inputs: tuple[Any, ...], lse: Tensor, logits: Tensor, *occupancies: Tensor) -> None:
-    tensors, ctx.numbers = inputs[:8], inputs[8:16]
+    tensors, ctx.numbers = inputs[:8], inputs[8:15]
     ctx.save_for_backward(*tensors, lse, logits, *occupancies)
     ctx.set_materialize_grads(False)
 
@@ -278,7 +263,7 @@ def _joint_backward(
     """Gradients of the four float inputs."""
     needed = [need and x is not None for need, x in zip(ctx.needs_input_grad[:4], tensors[:4], strict=True)]
     gradients = joint_bwd_operator(
-        *tensors, *ctx.numbers, weight_blank, weight_label, lse, logits, upstream.float(),
+        *tensors, *ctx.numbers, weight_blank, weight_label, lse, logits, upstream.float().contiguous(),
         fastemit_lambda, clamp, occupancy_threshold, needed,
     )  # fmt: skip
     return [gradient if need else None for gradient, need in zip(gradients, needed, strict=True)]
@@ -288,15 +273,15 @@ def _joint_loss_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
     _, occupancy_blank, occupancy_label, lse, logits = output
     ctx.mark_non_differentiable(occupancy_blank, occupancy_label, lse, logits)
     _joint_context(ctx, inputs, lse, logits, occupancy_blank, occupancy_label)
-    ctx.options = inputs[16:19]
+    ctx.options = inputs[15:18]
 
 
 def _joint_loss_backward(ctx: Any, d_losses: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if d_losses is None:
-        return (None,) * 20
+        return (None,) * 19
     *tensors, lse, logits, occupancy_blank, occupancy_label = ctx.saved_tensors  # once: checkpointing allows no more
     occupancies = occupancy_blank, occupancy_label
-    return *_joint_backward(ctx, tensors, *occupancies, lse, logits, d_losses, *ctx.options), *(None,) * 16
+    return *_joint_backward(ctx, tensors, *occupancies, lse, logits, d_losses, *ctx.options), *(None,) * 15
 
 
 joint_loss_operator.register_autograd(_joint_loss_backward, setup_context=_joint_loss_context)
@@ -310,7 +295,7 @@ def _joint_log_probs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Te
 
 def _joint_log_probs_backward(ctx: Any, d_blank: Tensor | None, d_label: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if d_blank is None and d_label is None:
-        return (None,) * 16
+        return (None,) * 15
     *tensors, lse, logits = ctx.saved_tensors
     encoder, predictor, _, _, targets, encoder_lengths, target_lengths, _ = tensors
     blank, rows = ctx.numbers[:2]
@@ -321,7 +306,7 @@ def _joint_log_probs_backward(ctx: Any, d_blank: Tensor | None, d_label: Tensor 
     weight_blank, weight_label = pack(-d_blank, -d_label, alignment)
     upstream = encoder.new_ones(shape[0], dtype=torch.float32)
     weights = weight_blank, weight_label
-    return *_joint_backward(ctx, tensors, *weights, lse, logits, upstream, 0.0, 0.0, 0.0), *(None,) * 12
+    return *_joint_backward(ctx, tensors, *weights, lse, logits, upstream, 0.0, 0.0, 0.0), *(None,) * 11
 
 
 joint_log_probs_operator.register_autograd(_joint_log_probs_backward, setup_context=_joint_log_probs_context)

@@ -1,8 +1,7 @@
-"""What the kernels of one call share: inputs, the padded output layer, where the rows lie.
+"""What the kernels of one call share: inputs, the output layer in the compute dtype, where the rows lie.
 
-The output layer is copied once a call, in the compute dtype, to [V padded, H padded] with zeros, and its bias to
-[V padded] in float32 with -inf past V: a padded class then has probability 0 by itself, every matrix product runs
-on whole aligned blocks, and a vocabulary of 1025 is as quick as one of 1024.
+Kernels read the output layer [V, H] in whole blocks; the copy engine fills what lies past its ends with zeros, and a
+padded class's bias counts as -inf.
 """
 
 from typing import NamedTuple
@@ -19,8 +18,8 @@ from rnnt.triton.config import Configs, ceil_to, configs
 class Operands(NamedTuple):
     encoder: Tensor  # [B, T, H]
     predictor: Tensor  # [B, U1, H]
-    weight: Tensor  # [V padded, H padded], compute dtype
-    bias: Tensor  # [V padded] float32
+    weight: Tensor  # [V, H], compute dtype, rows aligned to 16 bytes
+    bias: Tensor | None  # [V]
     alignment: Alignment
     offsets: Tensor  # [B + 1] int64, first row of each utterance; the last is N
     seed: Tensor | None  # [1] int64
@@ -44,12 +43,16 @@ class Operands(NamedTuple):
         return self.encoder.shape[2]
 
     @property
+    def classes(self) -> int:
+        return self.weight.shape[0]
+
+    @property
     def padded_features(self) -> int:
-        return self.weight.shape[1]
+        return ceil_to(self.features, self.configs.pad_h)
 
     @property
     def padded_classes(self) -> int:
-        return self.weight.shape[0]
+        return ceil_to(self.classes, self.configs.pad_v)
 
     @property
     def search_steps(self) -> int:
@@ -71,12 +74,12 @@ def blocks_of(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, [rows, columns])
 
 
-def padded_layer(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """weight [V, H], bias [V] or None -> [V padded, H padded] in dtype, [V padded] float32."""
+def aligned_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight [V, H] in dtype, as the copy engine takes it: a view or a copy, each row at a multiple of 16 bytes."""
+    weight = weight.to(dtype)
+    granule = 16 // dtype.itemsize
+    if weight.stride(1) == 1 and weight.stride(0) % granule == 0 and weight.data_ptr() % 16 == 0:
+        return weight
     classes, features = weight.shape
-    sizes = configs(dtype)
-    padded = weight.new_zeros((ceil_to(classes, sizes.pad_v), ceil_to(features, sizes.pad_h)), dtype=dtype)
-    padded[:classes, :features] = weight
-    padded_bias = weight.new_full((padded.shape[0],), -torch.inf, dtype=torch.float32)
-    padded_bias[:classes] = 0 if bias is None else bias
-    return padded, padded_bias
+    aligned = weight.new_empty((classes, ceil_to(features, granule)))[:, :features]
+    return aligned.copy_(weight)

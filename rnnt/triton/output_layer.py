@@ -3,7 +3,7 @@
     d_hidden = d_logits weight,   d_pre = d_hidden * d hidden / d (encoder + predictor)
     d_weight = d_logits^T hidden
 
-d_logits [tile, V padded], hidden and d_pre [tile, H padded], weight [V padded, H padded] in the compute dtype; products
+d_logits [tile, V padded], hidden and d_pre [tile, H padded], weight [V, H] in the compute dtype; products
 accumulate in float32, d_weight over all tiles in float32, each block by one program in a fixed order, without atomics.
 Before (backwards): log_probs.py.  After: joint.py.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rnnt.triton.config import interpreted_dot, precision
 from rnnt.triton.joint import activation_slope, keep_mask
-from rnnt.triton.launch import TileLaunch
+from rnnt.triton.launch import Launch
 from rnnt.triton.operands import Operands, blocks_of
 
 
@@ -55,12 +55,12 @@ def hidden_bwd_kernel(
     d_pre.store([local, h], gradient.to(d_pre.dtype))
 
 
-def hidden_bwd(x: Operands, d_logits: Tensor, hidden: Tensor, row: Tensor, count: Tensor) -> TileLaunch:
+def hidden_bwd(x: Operands, d_logits: Tensor, hidden: Tensor, row: Tensor, count: Tensor) -> Launch:
     """Turn hidden [tile, H padded] of the live rows first .. first + tile into their d_pre, in place."""
     config = x.configs.hidden_bwd
     tile, blocks_h = hidden.shape[0], triton.cdiv(x.padded_features, config.block_h)
     hidden_blocks = blocks_of(hidden, config.block_rows, config.block_h)
-    return TileLaunch(
+    return Launch(
         hidden_bwd_kernel, (tile // config.block_rows * blocks_h,),
         blocks_of(d_logits, config.block_rows, config.block_v), blocks_of(x.weight, config.block_v, config.block_h),
         hidden_blocks, row, count, x.seed,
@@ -111,7 +111,7 @@ def weight_shares(x: Operands) -> int:
     return max(1, x.configs.weight_programs // blocks)
 
 
-def weight_bwd(x: Operands, d_logits: Tensor, hidden: Tensor, count: Tensor, d_weight: Tensor) -> TileLaunch:
+def weight_bwd(x: Operands, d_logits: Tensor, hidden: Tensor, count: Tensor, d_weight: Tensor) -> Launch:
     """Add the tile's share sums to d_weight [shares, V padded, H padded] float32."""
     config = x.configs.weight_bwd
     grid = (
@@ -119,7 +119,7 @@ def weight_bwd(x: Operands, d_logits: Tensor, hidden: Tensor, count: Tensor, d_w
         triton.cdiv(x.padded_features, config.block_h),
         d_weight.shape[0],
     )
-    return TileLaunch(
+    return Launch(
         weight_bwd_kernel, grid,
         blocks_of(d_logits, config.block_rows, config.block_v), blocks_of(hidden, config.block_rows, config.block_h),
         count,
