@@ -26,8 +26,9 @@ from rnnt.problem import Problem, check_name
 NAMES = ("triton", "compiled", "reference")
 
 
+@functools.cache
 def interpreting() -> bool:
-    """Whether Triton kernels run in Triton's interpreter, on the CPU."""
+    """Whether Triton kernels run in Triton's interpreter, on the CPU (which Triton, too, looks up once)."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -7,7 +7,6 @@ Triton's interpreter everything is small, since there is no reason to be large.
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from rnnt.backends import interpreting
 
@@ -26,7 +25,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Configs:
-    joint_fwd: Config
+    joint_fwd: Config  # block_h: of log_probs_fwd's joint too
     log_probs_fwd: Config
     log_probs_bwd: Config
     hidden_bwd: Config
@@ -42,12 +41,12 @@ class Configs:
 
 
 TWO_BYTES = Configs(
-    joint_fwd=Config(block_rows=16, block_h=64, num_warps=2),
+    joint_fwd=Config(block_rows=8, block_h=128, num_warps=2),
     log_probs_fwd=Config(block_rows=128, block_v=256, block_h=64, num_warps=8, num_stages=3, programs=1),
     log_probs_bwd=Config(block_rows=128, block_v=128, block_h=64, num_warps=4, num_stages=3),
     hidden_bwd=Config(block_rows=128, block_v=64, block_h=128, num_warps=4, num_stages=3),
     weight_bwd=Config(block_rows=64, block_v=64, block_h=128, num_warps=4, num_stages=4),
-    sums=Config(block_rows=16, block_h=64, num_warps=2, programs=512),
+    sums=Config(block_rows=32, block_h=64, num_warps=1, programs=256),
     rows=Config(block_rows=256, num_warps=4),
     live_rows=Config(block_rows=1024, num_warps=4),
     logits=Config(block_v=2048, num_warps=4),
@@ -109,5 +108,17 @@ def interpreted_dot() -> bool:
     return interpreting()
 
 
+# Triton has the like of these three, for kernels; called on the host they take microseconds.
+
+
+def cdiv(n: int, size: int) -> int:
+    return -(-n // size)
+
+
 def ceil_to(n: int, multiple: int) -> int:
-    return triton.cdiv(n, multiple) * multiple
+    return cdiv(n, multiple) * multiple
+
+
+def power_of_2(n: int) -> int:
+    """The next one, n included."""
+    return 1 << (n - 1).bit_length()

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rnnt.dropout import GOLDEN, MULTIPLY_1, MULTIPLY_2, SECOND_KEY
+from rnnt.triton.config import cdiv
 from rnnt.triton.launch import Launch
 from rnnt.triton.operands import Operands
 
@@ -74,7 +75,7 @@ def keep_mask(seed_ptr, row, h, drop_threshold):
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "relu":
-        y = tl.where(x < 0, 0.0, x)  # keeps a NaN, as tl.maximum does not
+        y = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACTIVATION == "sigmoid":
         y = 1 / (1 + tl.exp(-x))
     else:
@@ -107,21 +108,24 @@ def write_hidden(
 
     Rows outside mask_row and features past H are written as zeros, so that matrix products need no masks.
     """
-    encoder_row = b * encoder_stride_b + t * encoder_stride_t
-    predictor_row = b * predictor_stride_b + u * predictor_stride_u
-    for h in range(0, padded_features, BLOCK_H):
-        offs_h = h + tl.arange(0, BLOCK_H)
-        mask = mask_row[:, None] & (offs_h < features)[None, :]
-        offs_encoder = encoder_row[:, None] + (offs_h * encoder_stride_h)[None, :]
-        offs_predictor = predictor_row[:, None] + (offs_h * predictor_stride_h)[None, :]
-        x = tl.load(encoder_ptr + offs_encoder, mask=mask, other=0.0).to(tl.float32)  # [rows, BLOCK_H]
-        x += tl.load(predictor_ptr + offs_predictor, mask=mask, other=0.0).to(tl.float32)
-        hidden = activate(x, ACTIVATION)
+    encoder_rows = encoder_ptr + (b * encoder_stride_b + t * encoder_stride_t)[:, None]
+    predictor_rows = predictor_ptr + (b * predictor_stride_b + u * predictor_stride_u)[:, None]
+    offs_h = tl.arange(0, BLOCK_H)
+    mask = mask_row[:, None] & (offs_h < features)[None, :]
+    x = tl.load(encoder_rows + (offs_h * encoder_stride_h)[None, :], mask=mask, other=0.0)  # [rows, BLOCK_H]
+    y = tl.load(predictor_rows + (offs_h * predictor_stride_h)[None, :], mask=mask, other=0.0)
+    for _ in range(0, padded_features, BLOCK_H):
+        hidden = activate(x.to(tl.float32) + y.to(tl.float32), ACTIVATION)
         if DROPOUT:
             keep = keep_mask(seed_ptr, row, offs_h, drop_threshold)
             hidden = tl.where(keep, hidden / (1 - dropout_p), 0.0)
-        hidden = tl.where(mask, hidden, 0.0)
+        if ACTIVATION == "sigmoid":  # the others are 0 at 0
+            hidden = tl.where(mask, hidden, 0.0)
         offs = place[:, None] * padded_features + offs_h[None, :]
+        offs_h += BLOCK_H
+        mask = mask_row[:, None] & (offs_h < features)[None, :]
+        x = tl.load(encoder_rows + (offs_h * encoder_stride_h)[None, :], mask=mask, other=0.0)  # on its way meanwhile
+        y = tl.load(predictor_rows + (offs_h * predictor_stride_h)[None, :], mask=mask, other=0.0)
         tl.store(hidden_ptr + offs, hidden.to(hidden_ptr.dtype.element_ty))
 
 
@@ -306,7 +310,7 @@ def joint_bwd(
     encoder_programs = 0 if d_encoder is None else min(x.utterances * x.frames, config.programs)
     carry = torch.empty((2, x.features), dtype=torch.float32, device=d_pre.device)
     return Launch(
-        joint_bwd_kernel, (predictor_programs + encoder_programs, triton.cdiv(x.features, config.block_h)),
+        joint_bwd_kernel, (predictor_programs + encoder_programs, cdiv(x.features, config.block_h)),
         d_pre, frame, slot, count, x.offsets, x.alignment.target_lengths, unit,
         d_encoder, carry, d_predictor,
         d_pre.shape[0], x.frames, x.columns, x.features, x.padded_features, predictor_programs,

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rnnt.triton.config import configs
+from rnnt.triton.config import cdiv, configs, power_of_2
 from rnnt.triton.joint import locate
 from rnnt.triton.launch import launch
 
@@ -96,7 +96,7 @@ def lattice_fwd(
     utterances, rows, directions = encoder_lengths.shape[0], logp_blank.shape[0], 2 if with_beta else 1
     alpha_beta = logp_blank.new_empty((directions, rows), dtype=torch.float64)
     log_z = alpha_beta.new_empty(utterances)
-    block_u = max(triton.next_power_of_2(columns), 32)
+    block_u = max(power_of_2(columns), 32)
     launch(
         lattice_fwd_kernel, (utterances, directions),
         logp_blank, logp_label, offsets, encoder_lengths, target_lengths,
@@ -149,7 +149,7 @@ def lattice_bwd(
     occupancy_blank = torch.empty_like(logp_blank)
     occupancy_label = torch.empty_like(logp_label)
     launch(
-        lattice_bwd_kernel, (triton.cdiv(rows, config.block_rows),),
+        lattice_bwd_kernel, (cdiv(rows, config.block_rows),),
         logp_blank, logp_label, alpha_beta, log_z, offsets, encoder_lengths, target_lengths,
         occupancy_blank, occupancy_label,
         rows, utterances, (utterances - 1).bit_length(),

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rnnt.triton.config import configs
+from rnnt.triton.config import cdiv, configs
 from rnnt.triton.launch import launch
 
 
@@ -61,7 +61,7 @@ def live_rows_kernel(
 def live_rows(weight_blank: Tensor, weight_label: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
     """row [rows] and slot [rows + 1] (int32, int64 past 2^31 rows), and the count [1], a view of slot's end."""
     rows, config = weight_blank.shape[0], configs(torch.float32).live_rows
-    blocks = triton.cdiv(rows, config.block_rows)
+    blocks = cdiv(rows, config.block_rows)
     index = torch.int32 if rows < 2**31 - 1 else torch.int64
     counts = weight_blank.new_empty(blocks, dtype=torch.int32)
     slot = counts.new_empty(rows + 1, dtype=index)

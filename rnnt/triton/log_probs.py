@@ -28,10 +28,12 @@ import triton.language as tl
 from torch import Tensor
 
 from rnnt.backends import interpreting
-from rnnt.triton.config import interpreted_dot, precision
+from rnnt.triton.config import cdiv, interpreted_dot, power_of_2, precision
 from rnnt.triton.joint import locate, write_hidden
 from rnnt.triton.launch import Launch, launch
 from rnnt.triton.operands import Operands, blocks_of
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x LOG2_E): one multiply-add with a subtraction
 
 
 @triton.jit
@@ -48,33 +50,33 @@ def class_bias(bias_ptr, offs_v, classes, BIAS: tl.constexpr):
 @triton.jit
 def score_classes(
     hidden_ptrs, weight, bias_ptr, logits_ptr,
-    highest, total, blank_logit, label_logit,
+    highest_log2, total, blank_logit, label_logit,
     row, mask_row, label, v, blank, padded_features, classes, padded_classes,
     BIAS: tl.constexpr, KEEP_LOGITS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """The running values of a block of rows (maximum, sum of exponentials, logits of blank and label), after the
     BLOCK_V classes from v."""
-    logits = tl.zeros([BLOCK_ROWS, BLOCK_V], tl.float32)
+    offs_v = v + tl.arange(0, BLOCK_V)
+    logits = tl.zeros([BLOCK_ROWS, BLOCK_V], tl.float32) + class_bias(bias_ptr, offs_v, classes, BIAS)[None, :]
     for h in range(0, padded_features, BLOCK_H):
         x = tl.load(hidden_ptrs + h)  # [BLOCK_ROWS, BLOCK_H]
         w = weight.load([v, h])  # [BLOCK_V, BLOCK_H]
         if WIDEN:
             x, w = x.to(tl.float32), w.to(tl.float32)
         logits = tl.dot(x, w.T, logits, input_precision=PRECISION)
-    offs_v = v + tl.arange(0, BLOCK_V)
-    logits += class_bias(bias_ptr, offs_v, classes, BIAS)[None, :]
     if KEEP_LOGITS:
         offs_kept = row[:, None] * padded_classes + offs_v[None, :]
         mask_kept = mask_row[:, None] & (offs_v < classes)[None, :]
         tl.store(logits_ptr + offs_kept, logits.to(logits_ptr.dtype.element_ty), mask=mask_kept)
-    higher = tl.maximum(highest, tl.max(logits, axis=1))
-    finite = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf is NaN
-    total = total * tl.exp(highest - finite) + tl.sum(tl.exp(logits - finite[:, None]), axis=1)
+    higher_log2 = tl.maximum(highest_log2, tl.max(logits, axis=1) * LOG2_E)
+    finite_log2 = tl.where(higher_log2 == float("-inf"), 0.0, higher_log2)  # -inf - -inf is NaN
+    total = total * tl.exp2(highest_log2 - finite_log2)
+    total += tl.sum(tl.exp2(logits * LOG2_E - finite_log2[:, None]), axis=1)
     label_logit += tl.sum(tl.where(offs_v[None, :] == label[:, None], logits, 0.0), axis=1)
     if (blank >= v) & (blank < v + BLOCK_V):
         blank_logit += tl.sum(tl.where((offs_v == blank)[None, :], logits, 0.0), axis=1)
-    return higher, total, blank_logit, label_logit
+    return higher_log2, total, blank_logit, label_logit
 
 
 @triton.jit(do_not_specialize=["utterances", "search_steps", "labels", "blank", "drop_threshold"])
@@ -88,7 +90,7 @@ def log_probs_fwd_kernel(
     dropout_p, drop_threshold,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, BIAS: tl.constexpr, KEEP_LOGITS: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, TAIL: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, TAIL: tl.constexpr, BLOCK_H: tl.constexpr, JOINT_H: tl.constexpr,
 ):  # fmt: skip
     """Owns every P-th block of BLOCK_ROWS packed rows (P programs), and the same rows of hidden_ptr as scratch; reads
     encoder and predictor states and the output layer, in blocks of BLOCK_V classes and a last one of TAIL."""
@@ -106,28 +108,28 @@ def log_probs_fwd_kernel(
             encoder_stride_b, encoder_stride_t, encoder_stride_h,
             predictor_stride_b, predictor_stride_u, predictor_stride_h,
             features, padded_features, dropout_p, drop_threshold,
-            ACTIVATION, DROPOUT, BLOCK_H,
+            ACTIVATION, DROPOUT, JOINT_H,
         )  # fmt: skip
         tl.debug_barrier()  # all threads read what all have written
-        highest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+        highest_log2 = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_ROWS], tl.float32)
         blank_logit = tl.zeros([BLOCK_ROWS], tl.float32)
         label_logit = tl.zeros([BLOCK_ROWS], tl.float32)
         for v in range(0, whole_classes, BLOCK_V):
-            highest, total, blank_logit, label_logit = score_classes(
+            highest_log2, total, blank_logit, label_logit = score_classes(
                 hidden_ptrs, weight, bias_ptr, logits_ptr,
-                highest, total, blank_logit, label_logit,
+                highest_log2, total, blank_logit, label_logit,
                 row, mask_row, label, v, blank, padded_features, classes, padded_classes,
                 BIAS, KEEP_LOGITS, PRECISION, WIDEN, BLOCK_ROWS, BLOCK_V, BLOCK_H,
             )  # fmt: skip
         if TAIL > 0:
-            highest, total, blank_logit, label_logit = score_classes(
+            highest_log2, total, blank_logit, label_logit = score_classes(
                 hidden_ptrs, weight_tail, bias_ptr, logits_ptr,
-                highest, total, blank_logit, label_logit,
+                highest_log2, total, blank_logit, label_logit,
                 row, mask_row, label, whole_classes, blank, padded_features, classes, padded_classes,
                 BIAS, KEEP_LOGITS, PRECISION, WIDEN, BLOCK_ROWS, TAIL, BLOCK_H,
             )  # fmt: skip
-        lse = highest + tl.log(tl.where(total == 0, 1.0, total))  # -inf where every logit is
+        lse = (highest_log2 + tl.log2(tl.where(total == 0, 1.0, total))) / LOG2_E  # -inf where every logit is
         tl.store(lse_ptr + row, lse, mask=mask_row)
         tl.store(logp_blank_ptr + row, blank_logit - lse, mask=mask_row)
         tl.store(logp_label_ptr + row, tl.where(label >= 0, label_logit - lse, 0.0), mask=mask_row)
@@ -135,17 +137,17 @@ def log_probs_fwd_kernel(
 
 
 def log_probs_fwd(
-    x: Operands, tile: int | None, logp_blank: Tensor, logp_label: Tensor, lse: Tensor, logits: Tensor | None
+    x: Operands, tile_rows: int, logp_blank: Tensor, logp_label: Tensor, lse: Tensor, logits: Tensor | None
 ) -> None:
     """Score all packed rows, joint included, into the outputs [rows]; logits [rows, V padded], when given, are kept.
 
-    tile: most rows of hidden that exist at once; None: as many as the chip works on at once.
+    tile_rows: most rows of hidden that exist at once; 0: as many as the chip works on at once.
     """
     config, device = x.configs.log_probs_fwd, x.encoder.device
     programs = config.programs if interpreting() else config.programs * multiprocessors(device)
-    programs = min(programs, triton.cdiv(x.alignment.rows, config.block_rows))
-    if tile is not None:
-        programs = min(programs, max(tile // config.block_rows, 1))
+    programs = min(programs, cdiv(x.alignment.rows, config.block_rows))
+    if tile_rows:
+        programs = min(programs, cdiv(tile_rows, config.block_rows))
     hidden = torch.empty((programs * config.block_rows, x.padded_features), dtype=x.weight.dtype, device=device)
     whole, tail = class_blocks(x.classes, config.block_v)
     launch(
@@ -161,6 +163,7 @@ def log_probs_fwd(
         ACTIVATION=x.activation, DROPOUT=x.dropout_p > 0, BIAS=x.bias is not None, KEEP_LOGITS=logits is not None,
         PRECISION=precision(x.weight.dtype), WIDEN=interpreted_dot(),
         BLOCK_ROWS=config.block_rows, BLOCK_V=config.block_v, TAIL=tail, BLOCK_H=config.block_h,
+        JOINT_H=x.configs.joint_fwd.block_h,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
@@ -171,7 +174,7 @@ def class_blocks(classes: int, block_v: int) -> tuple[int, int]:
     whole, rest = classes // block_v * block_v, classes % block_v
     if rest > block_v // 2:
         return whole + block_v, 0
-    return whole, max(triton.next_power_of_2(rest), 16) if rest else 0
+    return whole, max(power_of_2(rest), 16) if rest else 0
 
 
 @functools.cache
@@ -187,14 +190,15 @@ def block_logits(
 ):  # fmt: skip
     """logits [BLOCK_ROWS, BLOCK_V] float32 of the rows from row and the classes from v (int32); hidden and weight are
     tensor descriptors."""
-    logits = tl.zeros([BLOCK_ROWS, BLOCK_V], tl.float32)
+    bias = class_bias(bias_ptr, v + tl.arange(0, BLOCK_V), classes, BIAS)
+    logits = tl.zeros([BLOCK_ROWS, BLOCK_V], tl.float32) + bias[None, :]
     for h in range(0, padded_features, BLOCK_H):
         x = hidden.load([row, h])  # [BLOCK_ROWS, BLOCK_H]
         w = weight.load([v, h])  # [BLOCK_V, BLOCK_H]
         if WIDEN:
             x, w = x.to(tl.float32), w.to(tl.float32)
         logits = tl.dot(x, w.T, logits, input_precision=PRECISION)
-    return logits + class_bias(bias_ptr, v + tl.arange(0, BLOCK_V), classes, BIAS)[None, :]
+    return logits
 
 
 @triton.jit(do_not_specialize=["first", "blank", "blocks_v"])
@@ -240,12 +244,15 @@ def log_probs_bwd_kernel(
             BIAS, PRECISION, WIDEN, BLOCK_ROWS, BLOCK_V, BLOCK_H,
         )  # fmt: skip
     lse = tl.where(lse == float("-inf"), 0.0, lse)
-    gradient = (w_blank + w_label)[:, None] * tl.exp(logits - lse[:, None])  # [BLOCK_ROWS, BLOCK_V]
+    gradient = (w_blank + w_label)[:, None] * tl.exp2((logits - lse[:, None]) * LOG2_E)  # [BLOCK_ROWS, BLOCK_V]
     gradient -= tl.where(offs_v[None, :] == label[:, None], w_label[:, None], 0.0)
-    gradient -= tl.where((offs_v == blank)[None, :], w_blank[:, None], 0.0)
+    if (blank >= v) & (blank < v + BLOCK_V):
+        gradient -= tl.where((offs_v == blank)[None, :], w_blank[:, None], 0.0)
     if CLAMP:
         gradient = tl.minimum(tl.maximum(gradient, -clamp), clamp)
-    gradient = tl.where(mask_row[:, None], gradient * scale[:, None], 0.0)
+    gradient *= scale[:, None]
+    if start + BLOCK_ROWS > count:
+        gradient = tl.where(mask_row[:, None], gradient, 0.0)
     d_logits.store([local, v], gradient.to(d_logits.dtype))
     if D_BIAS:
         bias_ptrs = d_bias_ptr + block_row.to(tl.int64) * padded_classes + offs_v
@@ -264,7 +271,7 @@ def log_probs_bwd(
     d_bias [blocks of rows in a tile, V padded] float32, or None.
     """
     config = x.configs.log_probs_bwd
-    tile, blocks_v = d_logits.shape[0], triton.cdiv(x.padded_classes, config.block_v)
+    tile, blocks_v = d_logits.shape[0], cdiv(x.padded_classes, config.block_v)
     return Launch(
         log_probs_bwd_kernel, (tile // config.block_rows * blocks_v,),
         blocks_of(hidden, config.block_rows, config.block_h), blocks_of(x.weight, config.block_v, config.block_h),

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rnnt.triton.config import configs
+from rnnt.triton.config import configs, power_of_2
 from rnnt.triton.joint import locate
 from rnnt.triton.launch import launch
 
@@ -76,7 +76,7 @@ def logits_fwd(
         logp_blank, logp_label, lse,
         *logits.stride(),
         utterances, (utterances - 1).bit_length(), columns - 1, blank, classes,
-        LOG_SOFTMAX=log_softmax, BLOCK_V=min(config.block_v, triton.next_power_of_2(classes)),
+        LOG_SOFTMAX=log_softmax, BLOCK_V=min(config.block_v, power_of_2(classes)),
         num_warps=config.num_warps,
     )  # fmt: skip
     return logp_blank, logp_label, lse
@@ -137,7 +137,7 @@ def logits_bwd(
         d_logits,
         *logits.stride(),
         frames, columns, columns - 1, blank, classes, clamp,
-        LOG_SOFTMAX=log_softmax, CLAMP=clamp > 0, BLOCK_V=min(config.block_v, triton.next_power_of_2(classes)),
+        LOG_SOFTMAX=log_softmax, CLAMP=clamp > 0, BLOCK_V=min(config.block_v, power_of_2(classes)),
         num_warps=config.num_warps,
     )  # fmt: skip
     return d_logits

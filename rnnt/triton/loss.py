@@ -53,18 +53,13 @@ def _wanted(problem: JointProblem) -> bool:
 
 
 def _joint_arguments(problem: JointProblem) -> tuple[Any, ...]:
-    dtype = problem.compute_dtype
-    sizes = configs(dtype)
-    classes, features = problem.linear_weight.shape
-    hidden_bytes = ceil_to(features, sizes.pad_h) * dtype.itemsize
-    logits_bytes = ceil_to(classes, sizes.pad_v) * dtype.itemsize
-    tile = ceil_to(tile_size(problem.tile_rows, hidden_bytes + logits_bytes, WORKSPACE), sizes.pad_rows)
     alignment = problem.alignment
     return (
         problem.encoder, problem.predictor, problem.linear_weight, problem.linear_bias,
         alignment.targets, alignment.encoder_lengths, alignment.target_lengths, problem.seed,
         alignment.blank, alignment.rows, problem.activation, problem.dropout_p,
-        tile, problem.tile_rows is None, dtype,
+        problem.tile_rows if isinstance(problem.tile_rows, int) else 0, problem.tile_rows is None,
+        problem.compute_dtype,
     )  # fmt: skip
 
 
@@ -81,12 +76,12 @@ def _operands(
     return Operands(encoder, predictor, weight, bias, alignment, row_offsets(alignment), seed, activation, dropout_p)
 
 
-def _score(x: Operands, tile: int, keep_logits: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _score(x: Operands, tile_rows: int, keep_logits: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """logp_blank, logp_label, lse [rows] float32; logits [rows, V padded] when kept, else empty."""
     rows = x.alignment.rows
     logp_blank, logp_label, lse = (torch.empty(rows, dtype=torch.float32, device=x.weight.device) for _ in range(3))
     logits = x.weight.new_empty((rows if keep_logits else 0, x.padded_classes))
-    log_probs_fwd(x, tile, logp_blank, logp_label, lse, logits if keep_logits else None)
+    log_probs_fwd(x, tile_rows, logp_blank, logp_label, lse, logits if keep_logits else None)
     return logp_blank, logp_label, lse, logits
 
 
@@ -95,7 +90,7 @@ def joint_loss_operator(
     encoder: Tensor, predictor: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
     targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
     blank: int, rows: int, activation: str, dropout_p: float,
-    tile: int, untiled: bool, dtype: torch.dtype,
+    tile_rows: int, untiled: bool, dtype: torch.dtype,
     fastemit_lambda: float, clamp: float, occupancy_threshold: float, with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """losses [B]; for the backward pass occupancy_blank, occupancy_label, lse [rows] and, untiled, logits."""
@@ -103,7 +98,7 @@ def joint_loss_operator(
         encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
         blank, rows, activation, dropout_p, dtype,
     )  # fmt: skip
-    logp_blank, logp_label, lse, logits = _score(x, tile, untiled and with_gradient)
+    logp_blank, logp_label, lse, logits = _score(x, tile_rows, untiled and with_gradient)
     losses, occupancy_blank, occupancy_label = losses_and_occupancies(
         logp_blank, logp_label, x.offsets, encoder_lengths, target_lengths, x.columns, with_gradient
     )
@@ -113,7 +108,7 @@ def joint_loss_operator(
 @joint_loss_operator.register_fake
 def _(
     encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
-    blank, rows, activation, dropout_p, tile, untiled, dtype,
+    blank, rows, activation, dropout_p, tile_rows, untiled, dtype,
     fastemit_lambda, clamp, occupancy_threshold, with_gradient,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     kept = rows if with_gradient else 0
@@ -132,14 +127,14 @@ def joint_log_probs_operator(
     encoder: Tensor, predictor: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
     targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
     blank: int, rows: int, activation: str, dropout_p: float,
-    tile: int, untiled: bool, dtype: torch.dtype,
+    tile_rows: int, untiled: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """logp_blank [B, T, U1], logp_label [B, T, U]; for the backward pass lse [rows] and, untiled, logits."""
     x = _operands(
         encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
         blank, rows, activation, dropout_p, dtype,
     )  # fmt: skip
-    logp_blank, logp_label, lse, logits = _score(x, tile, untiled)
+    logp_blank, logp_label, lse, logits = _score(x, tile_rows, untiled)
     dense_blank = unpack(logp_blank, x.alignment)
     dense_label = unpack(logp_label, x.alignment)[:, :, :-1].contiguous()
     return dense_blank, dense_label, lse, logits
@@ -148,7 +143,7 @@ def joint_log_probs_operator(
 @joint_log_probs_operator.register_fake
 def _(
     encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
-    blank, rows, activation, dropout_p, tile, untiled, dtype,
+    blank, rows, activation, dropout_p, tile_rows, untiled, dtype,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     utterances, frames, _ = encoder.shape
     columns = predictor.shape[1]
@@ -166,7 +161,7 @@ def joint_bwd_operator(
     encoder: Tensor, predictor: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
     targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
     blank: int, rows: int, activation: str, dropout_p: float,
-    tile: int, untiled: bool, dtype: torch.dtype,
+    tile_rows: int, untiled: bool, dtype: torch.dtype,
     weight_blank: Tensor, weight_label: Tensor, lse: Tensor, logits: Tensor, upstream: Tensor,
     fastemit_lambda: float, clamp: float, occupancy_threshold: float, needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -181,7 +176,8 @@ def joint_bwd_operator(
     )  # fmt: skip
     need_encoder, need_predictor, need_weight, need_bias = needed
     float32, device = torch.float32, encoder.device
-    tile = min(tile, ceil_to(rows, x.configs.pad_rows))
+    row_bytes = (x.padded_features + x.padded_classes) * dtype.itemsize
+    tile = ceil_to(min(tile_size(tile_rows or "auto", row_bytes, WORKSPACE), rows), x.configs.pad_rows)
     shares = weight_shares(x) if need_weight else 0
     bias_shares = tile // x.configs.log_probs_bwd.block_rows if need_bias else 0
     d_encoder = encoder.new_zeros(encoder.shape if need_encoder else 0)
@@ -239,7 +235,7 @@ def _finished(total: Tensor, unit: Tensor, like: Tensor) -> Tensor:
 @joint_bwd_operator.register_fake
 def _(
     encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
-    blank, rows, activation, dropout_p, tile, untiled, dtype,
+    blank, rows, activation, dropout_p, tile_rows, untiled, dtype,
     weight_blank, weight_label, lse, logits, upstream, fastemit_lambda, clamp, occupancy_threshold, needed,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     bias = linear_weight.new_empty(linear_weight.shape[0]) if linear_bias is None else linear_bias

@@ -4,7 +4,7 @@ Kernels read the output layer [V, H] in whole blocks; the copy engine fills what
 padded class's bias counts as -inf.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,10 +12,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rnnt.dropout import drop_threshold
 from rnnt.problem import Alignment
-from rnnt.triton.config import Configs, ceil_to, configs
+from rnnt.triton.config import ceil_to, configs
 
 
-class Operands(NamedTuple):
+@dataclass
+class Operands:
     encoder: Tensor  # [B, T, H]
     predictor: Tensor  # [B, U1, H]
     weight: Tensor  # [V, H], compute dtype, rows aligned to 16 bytes
@@ -26,46 +27,14 @@ class Operands(NamedTuple):
     activation: str
     dropout_p: float
 
-    @property
-    def utterances(self) -> int:
-        return self.encoder.shape[0]
-
-    @property
-    def frames(self) -> int:
-        return self.encoder.shape[1]
-
-    @property
-    def columns(self) -> int:
-        return self.predictor.shape[1]
-
-    @property
-    def features(self) -> int:
-        return self.encoder.shape[2]
-
-    @property
-    def classes(self) -> int:
-        return self.weight.shape[0]
-
-    @property
-    def padded_features(self) -> int:
-        return ceil_to(self.features, self.configs.pad_h)
-
-    @property
-    def padded_classes(self) -> int:
-        return ceil_to(self.classes, self.configs.pad_v)
-
-    @property
-    def search_steps(self) -> int:
-        """Halvings that find an utterance among B."""
-        return (self.utterances - 1).bit_length()
-
-    @property
-    def drop_threshold(self) -> int:
-        return drop_threshold(self.dropout_p)
-
-    @property
-    def configs(self) -> Configs:
-        return configs(self.weight.dtype)
+    def __post_init__(self) -> None:
+        self.configs = configs(self.weight.dtype)
+        self.utterances, self.frames, self.features = self.encoder.shape
+        self.columns, self.classes = self.predictor.shape[1], self.weight.shape[0]
+        self.padded_features = ceil_to(self.features, self.configs.pad_h)
+        self.padded_classes = ceil_to(self.classes, self.configs.pad_v)
+        self.search_steps = (self.utterances - 1).bit_length()  # halvings that find an utterance among B
+        self.drop_threshold = drop_threshold(self.dropout_p)
 
 
 def blocks_of(x: Tensor, rows: int, columns: int) -> TensorDescriptor:

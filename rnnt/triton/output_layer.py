@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rnnt.triton.config import interpreted_dot, precision
+from rnnt.triton.config import cdiv, interpreted_dot, precision
 from rnnt.triton.joint import activation_slope, keep_mask
 from rnnt.triton.launch import Launch
 from rnnt.triton.operands import Operands, blocks_of
@@ -58,7 +58,7 @@ def hidden_bwd_kernel(
 def hidden_bwd(x: Operands, d_logits: Tensor, hidden: Tensor, row: Tensor, count: Tensor) -> Launch:
     """Turn hidden [tile, H padded] of the live rows first .. first + tile into their d_pre, in place."""
     config = x.configs.hidden_bwd
-    tile, blocks_h = hidden.shape[0], triton.cdiv(x.padded_features, config.block_h)
+    tile, blocks_h = hidden.shape[0], cdiv(x.padded_features, config.block_h)
     hidden_blocks = blocks_of(hidden, config.block_rows, config.block_h)
     return Launch(
         hidden_bwd_kernel, (tile // config.block_rows * blocks_h,),
@@ -107,7 +107,7 @@ def weight_bwd_kernel(
 def weight_shares(x: Operands) -> int:
     """How many shares of rows the weight's gradient is summed in: enough to fill a large chip with programs."""
     config = x.configs.weight_bwd
-    blocks = triton.cdiv(x.padded_classes, config.block_v) * triton.cdiv(x.padded_features, config.block_h)
+    blocks = cdiv(x.padded_classes, config.block_v) * cdiv(x.padded_features, config.block_h)
     return max(1, x.configs.weight_programs // blocks)
 
 
@@ -115,8 +115,8 @@ def weight_bwd(x: Operands, d_logits: Tensor, hidden: Tensor, count: Tensor, d_w
     """Add the tile's share sums to d_weight [shares, V padded, H padded] float32."""
     config = x.configs.weight_bwd
     grid = (
-        triton.cdiv(x.padded_classes, config.block_v),
-        triton.cdiv(x.padded_features, config.block_h),
+        cdiv(x.padded_classes, config.block_v),
+        cdiv(x.padded_features, config.block_h),
         d_weight.shape[0],
     )
     return Launch(

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rnnt.triton.config import power_of_2
 from rnnt.triton.launch import launch
 
 FLOAT16_SHIFT = 12
@@ -35,6 +36,6 @@ def scaled_upstream(upstream: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tenso
     """upstream [B] float32 -> scaled [B], unit [1]."""
     scaled, unit = torch.empty_like(upstream), upstream.new_empty(1)
     shift = FLOAT16_SHIFT if dtype == torch.float16 else 0
-    block = triton.next_power_of_2(upstream.shape[0])
+    block = power_of_2(upstream.shape[0])
     launch(upstream_kernel, (1,), upstream, scaled, unit, upstream.shape[0], shift, BLOCK=block)
     return scaled, unit
