@@ -88,7 +88,7 @@ def rnnt_loss(
         blank=check_blank(blank, classes), classes=classes, validate=validate,
     )  # fmt: skip
     problem = LogitsProblem(
-        logits=differentiable_once(logits),
+        logits=differentiable_once(logits)[0],
         alignment=alignment,
         log_softmax=bool(fused_log_softmax),
         fastemit_lambda=check_fastemit(fastemit_lambda),
@@ -231,9 +231,10 @@ def rnnt_loss_from_log_probs(
         "logp_blank", logp_blank, frames, columns, targets, "encoder_lengths", encoder_lengths, target_lengths,
         blank=0, classes=None, validate=validate,
     )  # fmt: skip
+    logp_blank, logp_label = differentiable_once(logp_blank, logp_label)
     problem = LogProbsProblem(
-        logp_blank=differentiable_once(logp_blank),
-        logp_label=differentiable_once(logp_label),
+        logp_blank=logp_blank,
+        logp_label=logp_label,
         alignment=alignment,
         fastemit_lambda=check_fastemit(fastemit_lambda),
     )
@@ -274,11 +275,12 @@ def _joint_problem(
         blank=check_blank(blank, classes), classes=classes, validate=validate,
     )  # fmt: skip
     seed = torch.randint(2**63 - 1, (1,), device=encoder.device) if dropout > 0 else None
+    encoder, predictor, linear_weight, *bias = differentiable_once(*inputs)
     return JointProblem(
-        encoder=differentiable_once(encoder),
-        predictor=differentiable_once(predictor),
-        linear_weight=differentiable_once(linear_weight),
-        linear_bias=None if linear_bias is None else differentiable_once(linear_bias),
+        encoder=encoder,
+        predictor=predictor,
+        linear_weight=linear_weight,
+        linear_bias=bias[0] if bias else None,
         alignment=alignment,
         activation=activation,
         dropout_p=dropout,

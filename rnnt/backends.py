@@ -45,6 +45,15 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@functools.cache
+def _gpu_too_old() -> str | None:
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return "it needs an NVIDIA GPU"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return "it needs a GPU of compute capability 8.0 or newer"
+    return None
+
+
 def unavailable(name: str, device: str) -> str | None:
     """Why the backend does not work on this machine for tensors on "cpu" or "cuda"; None when it does."""
     if name == "reference":
@@ -63,11 +72,7 @@ def unavailable(name: str, device: str) -> str | None:
             if interpreting()
             else "it needs CUDA tensors (on the CPU, only Triton's interpreter: TRITON_INTERPRET=1)"
         )
-    if not torch.cuda.is_available() or torch.version.hip is not None:
-        return "it needs an NVIDIA GPU"
-    if torch.cuda.get_device_capability() < (8, 0):
-        return "it needs a GPU of compute capability 8.0 or newer"
-    return None
+    return _gpu_too_old()
 
 
 # What torch.compiler.assume_constant_result does, without its import of the compiler, and so of Triton.

@@ -63,6 +63,7 @@ GPU_SHAPES: tuple[Shape, ...] = (
 INTERPRETER_SHAPES: tuple[Shape, ...] = (
     Shape((5, 3, 1), (2, 0, 3), 19, 16, 8, "tanh", -1),
     Shape((2, 6), (4, 1), 37, 24, 8, "relu", 0),
+    Shape((4, 3), (3, 2), 33, 20, 8, "sigmoid", -1),
 )
 
 

@@ -1,8 +1,8 @@
 """A guard that lets gradients pass once and makes a second derivative an error.
 
 The backends' backward passes are closed forms over values saved in the forward pass; differentiating them again would
-treat those values as constants and give a wrong number.  The guard is an identity in front of each differentiable
-input: with `create_graph=True` the gradient it returns carries a node that raises when it is differentiated, whether
+treat those values as constants and give a wrong number.  The guard is an identity in front of the differentiable
+inputs: with `create_graph=True` the gradient it returns carries a node that raises when it is differentiated, whether
 or not the upstream gradient was a constant.
 """
 
@@ -24,20 +24,26 @@ class _Raise(torch.autograd.Function):
 
 class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.view_as(x)
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in inputs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        if torch.is_grad_enabled():  # create_graph=True
-            (x,) = ctx.saved_tensors
-            return _Raise.apply(gradient, x)
-        return gradient
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():  # no create_graph=True
+            return gradients
+        inputs = ctx.saved_tensors
+        return tuple(None if g is None else _Raise.apply(g, x) for g, x in zip(gradients, inputs, strict=True))
 
 
-def differentiable_once(x: Tensor) -> Tensor:
-    """x, as an input whose gradient cannot be differentiated again."""
-    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
-        return x  # a captured graph already refuses a second derivative
-    return _Once.apply(x)
+def differentiable_once(*inputs: Tensor) -> list[Tensor]:
+    """The inputs, as ones whose gradients cannot be differentiated again."""
+    found = list(inputs)
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return found  # a captured graph already refuses a second derivative
+    guarded = [i for i, x in enumerate(inputs) if x.requires_grad]
+    if guarded:
+        for i, x in zip(guarded, _Once.apply(*(inputs[i] for i in guarded)), strict=True):
+            found[i] = x
+    return found

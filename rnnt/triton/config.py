@@ -20,7 +20,8 @@ class Config:
     block_h: int = 0
     num_warps: int = 4
     num_stages: int = 3
-    programs: int = 0  # of a kernel whose programs stride over their work; log_probs_fwd: a multiprocessor
+    programs: int = 0  # of a kernel whose programs stride over their work
+    alone: bool = False  # whether a program fills a multiprocessor, where otherwise two run
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,11 @@ class Configs:
     pad_v: int  # d_logits and hidden are padded to multiples of these
     pad_h: int
     pad_rows: int  # tiles are whole multiples of it, and every block_rows divides it
-    weight_programs: int  # of weight_bwd, about the chip's multiprocessors or twice as many
 
 
 TWO_BYTES = Configs(
     joint_fwd=Config(block_rows=8, block_h=128, num_warps=2),
-    log_probs_fwd=Config(block_rows=128, block_v=256, block_h=64, num_warps=8, num_stages=3, programs=1),
+    log_probs_fwd=Config(block_rows=128, block_v=256, block_h=64, num_warps=8, num_stages=3, alone=True),
     log_probs_bwd=Config(block_rows=128, block_v=128, block_h=64, num_warps=4, num_stages=3),
     hidden_bwd=Config(block_rows=128, block_v=64, block_h=128, num_warps=4, num_stages=3),
     weight_bwd=Config(block_rows=64, block_v=64, block_h=128, num_warps=4, num_stages=4),
@@ -53,12 +53,11 @@ TWO_BYTES = Configs(
     pad_v=64,
     pad_h=128,
     pad_rows=128,
-    weight_programs=264,
 )
 
 FOUR_BYTES = Configs(
     joint_fwd=Config(block_rows=16, block_h=128, num_warps=4),
-    log_probs_fwd=Config(block_rows=64, block_v=128, block_h=32, num_warps=8, num_stages=3, programs=2),
+    log_probs_fwd=Config(block_rows=64, block_v=128, block_h=32, num_warps=8, num_stages=3),
     log_probs_bwd=Config(block_rows=64, block_v=128, block_h=32, num_warps=8, num_stages=3),
     hidden_bwd=Config(block_rows=64, block_v=32, block_h=128, num_warps=8, num_stages=3),
     weight_bwd=Config(block_rows=32, block_v=128, block_h=64, num_warps=8, num_stages=3),
@@ -69,13 +68,12 @@ FOUR_BYTES = Configs(
     pad_v=128,
     pad_h=128,
     pad_rows=64,
-    weight_programs=264,
 )
 
 _SMALL = Config(block_rows=16, block_v=16, block_h=16)
 INTERPRETED = Configs(
     joint_fwd=Config(block_rows=8, block_h=16),  # less than the matrix kernels' blocks, as on a GPU
-    log_probs_fwd=Config(block_rows=16, block_v=32, block_h=16, programs=4),
+    log_probs_fwd=Config(block_rows=16, block_v=32, block_h=16),
     log_probs_bwd=Config(block_rows=16, block_v=32, block_h=16),
     hidden_bwd=_SMALL,
     weight_bwd=_SMALL,
@@ -86,7 +84,6 @@ INTERPRETED = Configs(
     pad_v=16,
     pad_h=16,
     pad_rows=16,
-    weight_programs=4,
 )
 
 

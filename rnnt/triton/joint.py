@@ -97,16 +97,17 @@ def activation_slope(y, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def write_hidden(
-    encoder_ptr, predictor_ptr, seed_ptr, hidden_ptr,
+    encoder_ptr, predictor_ptr, seed_ptr, hidden_ptr, class_ptr,
     row, b, t, u, mask_row, place,
     encoder_stride_b, encoder_stride_t, encoder_stride_h,
     predictor_stride_b, predictor_stride_u, predictor_stride_h,
     features, padded_features, dropout_p, drop_threshold,
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_H: tl.constexpr,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, CLASS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Write hidden of packed rows (row, b, t, u: [rows] int64) to the rows `place` of hidden_ptr.
 
-    Rows outside mask_row and features past H are written as zeros, so that matrix products need no masks.
+    Rows outside mask_row and features past H are written as zeros, so that matrix products need no masks.  With CLASS,
+    return hidden's product with one class's weights [H], else zeros: [rows] float32.
     """
     encoder_rows = encoder_ptr + (b * encoder_stride_b + t * encoder_stride_t)[:, None]
     predictor_rows = predictor_ptr + (b * predictor_stride_b + u * predictor_stride_u)[:, None]
@@ -114,6 +115,7 @@ def write_hidden(
     mask = mask_row[:, None] & (offs_h < features)[None, :]
     x = tl.load(encoder_rows + (offs_h * encoder_stride_h)[None, :], mask=mask, other=0.0)  # [rows, BLOCK_H]
     y = tl.load(predictor_rows + (offs_h * predictor_stride_h)[None, :], mask=mask, other=0.0)
+    product = tl.zeros(row.shape, tl.float32)
     for _ in range(0, padded_features, BLOCK_H):
         hidden = activate(x.to(tl.float32) + y.to(tl.float32), ACTIVATION)
         if DROPOUT:
@@ -121,12 +123,17 @@ def write_hidden(
             hidden = tl.where(keep, hidden / (1 - dropout_p), 0.0)
         if ACTIVATION == "sigmoid":  # the others are 0 at 0
             hidden = tl.where(mask, hidden, 0.0)
+        hidden = hidden.to(hidden_ptr.dtype.element_ty)
+        if CLASS:
+            weight = tl.load(class_ptr + offs_h, mask=offs_h < features, other=0.0).to(tl.float32)
+            product += tl.sum(hidden.to(tl.float32) * weight[None, :], axis=1)
         offs = place[:, None] * padded_features + offs_h[None, :]
         offs_h += BLOCK_H
         mask = mask_row[:, None] & (offs_h < features)[None, :]
         x = tl.load(encoder_rows + (offs_h * encoder_stride_h)[None, :], mask=mask, other=0.0)  # on its way meanwhile
         y = tl.load(predictor_rows + (offs_h * predictor_stride_h)[None, :], mask=mask, other=0.0)
-        tl.store(hidden_ptr + offs, hidden.to(hidden_ptr.dtype.element_ty))
+        tl.store(hidden_ptr + offs, hidden)
+    return product
 
 
 @triton.jit(do_not_specialize=["first", "utterances", "search_steps", "labels", "frames", "drop_threshold"])
@@ -160,12 +167,12 @@ def joint_fwd_kernel(
     tl.store(frame_ptr + place, b * frames + t)
     tl.store(scale_ptr + place, tl.where(mask_row, tl.load(upstream_ptr + b), 0.0))
     write_hidden(
-        encoder_ptr, predictor_ptr, seed_ptr, hidden_ptr,
+        encoder_ptr, predictor_ptr, seed_ptr, hidden_ptr, None,
         row, b, t, u, mask_row, place.to(tl.int64),
         encoder_stride_b, encoder_stride_t, encoder_stride_h,
         predictor_stride_b, predictor_stride_u, predictor_stride_h,
         features, padded_features, dropout_p, drop_threshold,
-        ACTIVATION, DROPOUT, BLOCK_H,
+        ACTIVATION, DROPOUT, False, BLOCK_H,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ Triton binds, specialises and looks up a launch's arguments every time, which ta
 Here it does so once for each kind of arguments; later launches of that kind go to the compiled kernel directly.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -39,27 +40,27 @@ class Launch:
             kind = self._kind(names)
             if kind not in _compiled:
                 _compiled[kind] = self.kernel[self.grid](*leading, *self.arguments, **self.options)
-                self.ready = _compiled[kind][self.grid]
                 return
-            self.ready = _compiled[kind][self.grid]
+            stream = torch.cuda.current_stream().cuda_stream
+            self.ready = functools.partial(_compiled[kind][self.grid], stream=stream)
         self.ready(*leading, *self.arguments, *self.constants)
 
     def _kind(self, names: list[str]) -> tuple[Any, ...]:
         """All that Triton compiles a kernel for: launches alike in it run the same code."""
         plain = self.kernel.do_not_specialize
-        kinds = [_kind(x, name in plain) for x, name in zip(self.arguments, names, strict=False)]
-        return id(self.kernel), torch.cuda.current_device(), *kinds, *self.options.items()
+        kinds = [_kind(x, name, plain) for x, name in zip(self.arguments, names, strict=False)]
+        return id(self.kernel), torch.cuda.current_device(), *kinds, *self.options.values()
 
 
-def _kind(x: Any, plain: bool) -> Any:
-    """plain: of an integer, Triton looks at the width alone."""
+def _kind(x: Any, name: str, plain: list[str]) -> Any:
+    """plain: names of integers of which Triton looks at the width alone."""
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() % 16 == 0
-    if isinstance(x, TensorDescriptor):
-        return x.base.dtype, *x.block_shape
     if isinstance(x, int):
         wide = not -(2**31) <= x < 2**31
-        return wide if plain else (wide, x == 1, x % 16 == 0)
+        return wide if name in plain else (wide, x == 1, x % 16 == 0)
+    if isinstance(x, TensorDescriptor):
+        return x.base.dtype, *x.block_shape
     return type(x)  # a float, or None
 
 

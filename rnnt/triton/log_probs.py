@@ -20,18 +20,15 @@ Running maximum and sum: Milakov and Gimelshein 2018, arXiv:1805.02867.  Before:
 backwards output_layer.py.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rnnt.backends import interpreting
 from rnnt.triton.config import cdiv, interpreted_dot, power_of_2, precision
 from rnnt.triton.joint import locate, write_hidden
 from rnnt.triton.launch import Launch, launch
-from rnnt.triton.operands import Operands, blocks_of
+from rnnt.triton.operands import Operands, blocks_of, programs_at_once
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x LOG2_E): one multiply-add with a subtraction
 
@@ -82,7 +79,7 @@ def score_classes(
 @triton.jit(do_not_specialize=["utterances", "search_steps", "labels", "blank", "drop_threshold"])
 def log_probs_fwd_kernel(
     encoder_ptr, predictor_ptr, targets_ptr, count_ptr, offsets_ptr, target_lengths_ptr, seed_ptr,
-    hidden_ptr, weight, weight_tail, bias_ptr,
+    hidden_ptr, weight, weight_tail, class_ptr, bias_ptr,
     logp_blank_ptr, logp_label_ptr, lse_ptr, logits_ptr,
     encoder_stride_b, encoder_stride_t, encoder_stride_h,
     predictor_stride_b, predictor_stride_u, predictor_stride_h,
@@ -93,7 +90,10 @@ def log_probs_fwd_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, TAIL: tl.constexpr, BLOCK_H: tl.constexpr, JOINT_H: tl.constexpr,
 ):  # fmt: skip
     """Owns every P-th block of BLOCK_ROWS packed rows (P programs), and the same rows of hidden_ptr as scratch; reads
-    encoder and predictor states and the output layer, in blocks of BLOCK_V classes and a last one of TAIL."""
+    encoder and predictor states and the output layer, in blocks of BLOCK_V classes and a last one of TAIL.
+
+    A single last class (TAIL 1) is scored along with the joint: a matrix product would take as long for it as for 64.
+    """
     count = tl.load(count_ptr)
     place = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     hidden_ptrs = hidden_ptr + place.to(tl.int64)[:, None] * padded_features + tl.arange(0, BLOCK_H)[None, :]
@@ -102,19 +102,29 @@ def log_probs_fwd_kernel(
         mask_row = row < count
         b, t, u, columns = locate(tl.where(mask_row, row, 0), offsets_ptr, target_lengths_ptr, utterances, search_steps)
         label = tl.load(targets_ptr + b * labels + u, mask=u + 1 < columns, other=-1).to(tl.int32)
-        write_hidden(
-            encoder_ptr, predictor_ptr, seed_ptr, hidden_ptr,
+        last_logit = write_hidden(
+            encoder_ptr, predictor_ptr, seed_ptr, hidden_ptr, class_ptr,
             row, b, t, u, mask_row, place.to(tl.int64),
             encoder_stride_b, encoder_stride_t, encoder_stride_h,
             predictor_stride_b, predictor_stride_u, predictor_stride_h,
             features, padded_features, dropout_p, drop_threshold,
-            ACTIVATION, DROPOUT, JOINT_H,
+            ACTIVATION, DROPOUT, TAIL == 1, JOINT_H,
         )  # fmt: skip
         tl.debug_barrier()  # all threads read what all have written
         highest_log2 = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_ROWS], tl.float32)
         blank_logit = tl.zeros([BLOCK_ROWS], tl.float32)
         label_logit = tl.zeros([BLOCK_ROWS], tl.float32)
+        if TAIL == 1:
+            if BIAS:
+                last_logit += tl.load(bias_ptr + whole_classes).to(tl.float32)
+            if KEEP_LOGITS:
+                kept_ptrs = logits_ptr + row * padded_classes + whole_classes
+                tl.store(kept_ptrs, last_logit.to(logits_ptr.dtype.element_ty), mask=mask_row)
+            highest_log2 = last_logit * LOG2_E
+            total = tl.where(last_logit == float("-inf"), 0.0, 1.0)
+            blank_logit = tl.where(blank == whole_classes, last_logit, 0.0)
+            label_logit = tl.where(label == whole_classes, last_logit, 0.0)
         for v in range(0, whole_classes, BLOCK_V):
             highest_log2, total, blank_logit, label_logit = score_classes(
                 hidden_ptrs, weight, bias_ptr, logits_ptr,
@@ -122,7 +132,7 @@ def log_probs_fwd_kernel(
                 row, mask_row, label, v, blank, padded_features, classes, padded_classes,
                 BIAS, KEEP_LOGITS, PRECISION, WIDEN, BLOCK_ROWS, BLOCK_V, BLOCK_H,
             )  # fmt: skip
-        if TAIL > 0:
+        if TAIL > 1:
             highest_log2, total, blank_logit, label_logit = score_classes(
                 hidden_ptrs, weight_tail, bias_ptr, logits_ptr,
                 highest_log2, total, blank_logit, label_logit,
@@ -144,7 +154,7 @@ def log_probs_fwd(
     tile_rows: most rows of hidden that exist at once; 0: as many as the chip works on at once.
     """
     config, device = x.configs.log_probs_fwd, x.encoder.device
-    programs = config.programs if interpreting() else config.programs * multiprocessors(device)
+    programs = programs_at_once(device) // (2 if config.alone else 1)
     programs = min(programs, cdiv(x.alignment.rows, config.block_rows))
     if tile_rows:
         programs = min(programs, cdiv(tile_rows, config.block_rows))
@@ -154,7 +164,7 @@ def log_probs_fwd(
         log_probs_fwd_kernel, (programs,),
         x.encoder, x.predictor, x.alignment.targets, x.offsets[-1:], x.offsets, x.alignment.target_lengths, x.seed,
         hidden, blocks_of(x.weight, config.block_v, config.block_h),
-        blocks_of(x.weight, tail, config.block_h) if tail else None, x.bias,
+        blocks_of(x.weight, tail, config.block_h) if tail > 1 else None, x.weight[whole] if tail == 1 else None, x.bias,
         logp_blank, logp_label, lse, logits,
         *x.encoder.stride(), *x.predictor.stride(),
         x.utterances, x.search_steps, x.columns - 1, x.alignment.blank,
@@ -169,17 +179,11 @@ def log_probs_fwd(
 
 
 def class_blocks(classes: int, block_v: int) -> tuple[int, int]:
-    """How many classes go in whole blocks, and the size of a last, smaller block (0: none): a vocabulary of 1025 is
-    as quick as one of 1024."""
+    """How many classes go in whole blocks, and the size of a last, smaller block (0: none; 1: a single class)."""
     whole, rest = classes // block_v * block_v, classes % block_v
     if rest > block_v // 2:
         return whole + block_v, 0
-    return whole, max(power_of_2(rest), 16) if rest else 0
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return whole, max(power_of_2(rest), 16) if rest > 1 else rest
 
 
 @triton.jit

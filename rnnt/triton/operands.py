@@ -4,12 +4,14 @@ Kernels read the output layer [V, H] in whole blocks; the copy engine fills what
 padded class's bias counts as -inf.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rnnt.backends import interpreting
 from rnnt.dropout import drop_threshold
 from rnnt.problem import Alignment
 from rnnt.triton.config import ceil_to, configs
@@ -35,6 +37,12 @@ class Operands:
         self.padded_classes = ceil_to(self.classes, self.configs.pad_v)
         self.search_steps = (self.utterances - 1).bit_length()  # halvings that find an utterance among B
         self.drop_threshold = drop_threshold(self.dropout_p)
+
+
+@functools.cache
+def programs_at_once(device: torch.device) -> int:
+    """Programs of the matrix kernels that run at a time: two on each multiprocessor."""
+    return 4 if interpreting() else 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def blocks_of(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
