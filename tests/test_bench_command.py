@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,10 @@ import torch
 
 from rnnt import reference
 from rnnt.__main__ import main
-from rnnt.bench import choices
-from rnnt.bench.cells import LINE_HEAD, caption
+from rnnt.bench import choices, steps
+from rnnt.bench.cells import LINE_HEAD, caption, line_cells
 from rnnt.bench.machine import is_out_of_memory
-from rnnt.bench.measure import pass_peak, pass_times, summary
+from rnnt.bench.measure import measure, pass_peak, pass_times, summary
 from rnnt.bench.shapes import parse
 from rnnt.bench.steps import PASSES, Settings, Step
 from rnnt.problem import JointProblem, Problem
@@ -131,6 +132,71 @@ def test_figures_of_a_pass() -> None:
     assert summary([4.0])["iqr"] == 0
 
 
+def test_scores_and_threshold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.json"
+    chosen = ["--backend", "reference", "--scores", "8", "--occupancy-threshold", "1e-3", "--json", str(path)]
+    assert main([*TINY, *chosen]) == 0
+    cell = f"{NAME}: 2, 6, 3, 11, 8; float32; relu; scores x8; threshold 0.001"
+    assert f"\n{cell}\n" in capsys.readouterr().out
+    saved = json.loads(path.read_text())
+    for record in saved["benchmarks"]:
+        assert record["extra_info"]["scores"] == 8
+        assert record["extra_info"]["occupancy_threshold"] == 1e-3
+        assert record["extra_info"]["graph"] is False
+    assert f"| {cell} |" in table.render([saved])
+
+
+def test_sharp_scores() -> None:
+    """Of two steps that differ in their scores alone, the output layer's weights do."""
+    shape = parse("2,6,3,11,8").in_dtype("float32")
+    plain, sharp = (Step(replace(shape, scores=N), Settings("reference", None), "cpu") for N in (1.0, 8.0))
+    assert torch.equal(sharp.output.weight, 8 * plain.output.weight)
+    assert torch.equal(sharp.output.bias, plain.output.bias)
+    assert torch.equal(sharp.projected[0], plain.projected[0])
+
+
+def test_a_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured once to be timed and once for its memory; the other passes have no figures."""
+    captures, replays = [], []
+
+    def captured(work: Callable[[], object]) -> SimpleNamespace:
+        captures.append(work())
+        return SimpleNamespace(replay=lambda: replays.append(work()))
+
+    monkeypatch.setattr(steps, "captured", captured)
+    shape, settings = parse("2,6,3,11,8").in_dtype("float32"), Settings("compiled", "auto", graph=True, validate=False)
+    (found,) = measure(shape, settings, "cpu", 2)
+    assert (len(captures), len(replays)) == (2, 3)
+    info = found["extra_info"]
+    assert (info["pass"], info["graph"], info["validate"]) == ("both", True, False)
+    assert info["peak_bytes"] > shape.dense_bytes
+    backend, tiles, forward, backward, both, _, _ = line_cells({"both": found})
+    assert (backend, tiles, forward, backward) == ("compiled", "tiled, graph", "", "")
+    assert both != ""
+    (line,) = table.rows([found])
+    assert line[3].startswith("- / ")
+
+    eager = Step(shape, settings._replace(graph=False), "cpu")
+    eager.both()
+    for x, replayed in zip(eager.leaves("both"), replays[-1], strict=True):
+        assert torch.equal(x.grad, replayed)
+
+
+def test_what_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(*backends: str) -> list[Settings]:
+        return choices.chosen_settings(list(backends), None, "cuda", "relu", graph=True)
+
+    with pytest.raises(ValueError, match="backend triton: not usable on cuda: it is out today"):
+        chosen()
+    with pytest.raises(ValueError, match="graph: the step of backend compiled cannot be captured, only that of triton"):
+        chosen("compiled")
+    monkeypatch.setattr(choices, "unavailable", lambda name, device: None)
+    assert [(x.backend, x.tiles, x.validate) for x in chosen()] == [
+        ("triton", "tiled, graph", False),
+        ("triton", "untiled, graph", False),
+    ]
+
+
 def test_out_of_memory_is_a_result(
     compiled: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,7 +238,7 @@ def test_a_call_that_is_not_taken(compiled: SimpleNamespace, capsys: pytest.Capt
 
     compiled.unsupported = unsupported
     assert main([*TINY, "--tile-rows", "auto"]) == 0
-    assert "compiled    tiled     not taken: it takes nothing today\n" in capsys.readouterr().out
+    assert "compiled    tiled           not taken: it takes nothing today\n" in capsys.readouterr().out
     assert main([*TINY, "--backend", "compiled"]) == 2
 
 
@@ -192,6 +258,11 @@ WRONG = [
     (["--tile-rows", "0"], "--tile-rows: expected a number of at least 1, auto or none, got '0'"),
     (["--frames", "10,,20"], "--frames: expected numbers of frames like 100,200,400, got '10,,20'"),
     (["--frames", "0"], "--frames: expected numbers of frames"),
+    (["--scores", "0"], "--scores: expected a number above 0, got 0"),
+    (["--scores", "nan"], "--scores: expected a number above 0, got nan"),
+    (["--occupancy-threshold", "1"], "--occupancy-threshold: expected a number in [0, 1) or auto, got '1'"),
+    (["--occupancy-threshold", "low"], "--occupancy-threshold: expected a number in [0, 1) or auto, got 'low'"),
+    (["--graph"], "--graph: a step can only be captured on a CUDA GPU, not on cpu"),
     (["--rounds", "0"], "--rounds: expected a number of at least 1, got 0"),
     (["--backend", "triton"], "--backend triton: not usable on cpu: it is out today"),
     (["--json", "/no/such/folder/run.json"], "--json: expected a file in a folder that exists"),

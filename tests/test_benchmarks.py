@@ -4,12 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from rnnt.bench.shapes import SHAPES, parse
+from rnnt.bench.steps import Settings
+from rnnt.check import QUANTITIES
 from tests.benchmarks import table
+from tests.benchmarks.correctness import faults, make_inputs
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--rnnt-device", "cpu", "--rnnt-backend", "reference", "--rnnt-shape", "2,6,3,11,8", "--rnnt-rounds", "2"]
@@ -23,7 +28,8 @@ def pytest_run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict:
     path = tmp_path_factory.mktemp("run") / "run.json"
-    done = pytest_run("tests/benchmarks", *TINY, "--benchmark-json", str(path))
+    chosen = ["--rnnt-scores", "8", "--rnnt-occupancy-threshold", "0"]
+    done = pytest_run("tests/benchmarks", *TINY, *chosen, "--benchmark-json", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(path.read_text())
 
@@ -38,6 +44,8 @@ def test_saved_run(saved: dict) -> None:
         assert info["peak_bytes"] > info["dense_bytes"]
         assert info["floor_seconds"] > 0
         assert info["of_floor"] > 0
+        assert (info["scores"], info["occupancy_threshold"], info["graph"]) == (8, 0, False)
+        assert info["checked"] is True
     assert saved["machine_info"]["torch"]
     assert "node" not in saved["machine_info"]
     assert saved["out_of_memory"] == []
@@ -47,7 +55,7 @@ def test_table(saved: dict, tmp_path: Path) -> None:
     lines = [line for line in table.render([saved]).splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1
     assert "| reference | - |" in lines[2]
-    assert "B2-T6-U3-V11-H8: 2, 6, 3, 11, 8; bfloat16; relu" in lines[2]
+    assert "B2-T6-U3-V11-H8: 2, 6, 3, 11, 8; bfloat16; relu; scores x8; threshold 0 |" in lines[2]
 
     run, readme = tmp_path / "run.json", tmp_path / "README.md"
     run.write_text(json.dumps(saved))
@@ -74,10 +82,14 @@ backends.unavailable = lambda name, device: None
 """
 
 
-def run_with_fault(fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, dict | None]:
-    """Output and saved file of a run on a backend with the given statement in its loss."""
+def write_plugin(fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "faulty_backend.py").write_text(PLUGIN.format(fault=fault))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
+
+
+def run_with_fault(fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, dict | None]:
+    """Output and saved file of a run on a backend with the given statement in its loss."""
+    write_plugin(fault, folder, monkeypatch)
     arguments = [argument.replace("reference", "compiled") for argument in TINY]
     done = pytest_run(
         "-p", "faulty_backend", "tests/benchmarks", *arguments, "--rnnt-tile-rows", "auto",
@@ -105,6 +117,38 @@ def test_out_of_memory_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert line.count("| out of memory ") == 3
 
 
+def test_the_check_is_of_what_is_measured() -> None:
+    """The scores are those of the shape, the threshold is the backend's alone, and each quantity has its budget."""
+    shape = parse("2,6,3,11,8").in_dtype("float32")
+    sharp, settings = replace(shape, scores=8.0), Settings("reference", None, occupancy_threshold=0.0)
+    assert faults(sharp, settings, "cpu") == []
+    weights = [make_inputs(x, settings, "cpu")["linear_weight"] for x in (shape, sharp)]
+    assert torch.equal(weights[1], 8 * weights[0])
+    over = faults(sharp, settings._replace(occupancy_threshold=0.5), "cpu")
+    assert [line.split()[0] for line in over] == [name for name in QUANTITIES if name != "loss"]
+
+
+def test_a_graph_has_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a backend that the plugin declares usable; nothing runs."""
+    write_plugin("pass", tmp_path, monkeypatch)
+    chosen = ["--rnnt-device", "cuda", "--rnnt-graph", "--rnnt-shape", "small"]
+    done = pytest_run("-p", "faulty_backend", "tests/benchmarks", "--collect-only", "-q", *chosen)
+    names = [line.rpartition("::")[2] for line in done.stdout.splitlines() if "::" in line]
+    assert sorted(names) == [f"test_both[small-triton-{tiles}-graph]" for tiles in ("tiled", "untiled")]
+
+
+@pytest.mark.gpu
+@pytest.mark.triton
+def test_a_captured_step_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    chosen = ["--rnnt-shape", "2,30,9,37,24", "--rnnt-rounds", "2", "--rnnt-dropout", "0.1"]
+    done = pytest_run("tests/benchmarks", "--rnnt-graph", *chosen, "--benchmark-json", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    infos = [bench["extra_info"] for bench in json.loads(path.read_text())["benchmarks"]]
+    assert [(x["pass"], x["tiles"]) for x in infos] == [("both", "tiled, graph"), ("both", "untiled, graph")]
+    assert all(info["peak_bytes"] > 0 for info in infos)
+
+
 def test_options_that_are_wrong() -> None:
     done = pytest_run("tests/benchmarks", "--rnnt-shape", "2,3")
     assert done.returncode != 0
@@ -112,6 +156,9 @@ def test_options_that_are_wrong() -> None:
     done = pytest_run("tests/benchmarks/test_loss.py", "--rnnt-device", "cpu", "--rnnt-backend", "triton")
     assert done.returncode != 0
     assert "--rnnt-backend triton: not usable on cpu" in done.stdout + done.stderr
+    done = pytest_run("tests/benchmarks", "--rnnt-device", "cpu", "--rnnt-graph")
+    assert done.returncode != 0
+    assert "--rnnt-graph: a step can only be captured on a CUDA GPU" in done.stdout + done.stderr
 
 
 def test_ordinary_runs_leave_them_alone() -> None:

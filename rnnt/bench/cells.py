@@ -69,13 +69,16 @@ def shape_cell(info: dict[str, Any]) -> str:
     sizes = info["sizes"]
     dtype = f"{info['dtype']} autocast" if info["autocast"] else info["dtype"]
     extras = [f"dropout {info['dropout_p']:g}"] if info["dropout_p"] else []
+    scores, threshold = info.get("scores", 1), info.get("occupancy_threshold", "auto")
+    extras += [f"scores x{scores:g}"] if scores != 1 else []
+    extras += [f"threshold {threshold:g}"] if threshold != "auto" else []
     details = [", ".join(str(sizes[letter]) for letter in "BTUVH"), dtype, info["activation"], *extras]
     return f"{info['shape']}: {'; '.join(details)}"
 
 
 def floor_cell(floors: dict[str, float]) -> str:
     """Of seconds by pass, those of the forward pass and of both, in ms."""
-    found = [number(1e3 * floors[which]) for which in ("forward", "both") if which in floors]
+    found = [number(1e3 * floors[which]) if which in floors else "-" for which in ("forward", "both")]
     return f"{' / '.join(found)} ms"
 
 

@@ -52,6 +52,11 @@ def add_command(commands: Any) -> None:
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--dtype", choices=DTYPES, help="instead of the shape's own, which for B,T,U,V,H is bfloat16")
     add("--activation", choices=ACTIVATIONS, default="relu", help="default: relu")
+    add("--scores", type=float, default=1.0, metavar="N",
+        help="the output layer's weights times N: a trained model's sharp posteriors; default: 1")  # fmt: skip
+    add("--occupancy-threshold", default="auto", metavar="X", help="of the backward pass; default: auto")
+    add("--graph", action="store_true",
+        help="replay forward and backward from a CUDA graph (triton on a GPU; no other pass is measured)")  # fmt: skip
     add("--rounds", type=int, metavar="N", help="timed rounds; default: 20 on a GPU, else 5")
     add("--json", type=Path, metavar="FILE", help="save all figures, the hardware, the versions and the date")
     add("--picture", type=Path, metavar="FILE.png",
@@ -64,9 +69,16 @@ def run(options: argparse.Namespace) -> int:
     device = options.device or default_device()
     try:
         check_options(options, device)
-        shapes = chosen_shapes(options.shape, options.dtype, device)
+        shapes = chosen_shapes(options.shape, options.dtype, device, options.scores)
         sweep = frame_sweep(shapes[0], options.frames)
-        settings = chosen_settings(options.backend, options.tile_rows, device, options.activation)
+        settings = chosen_settings(
+            options.backend,
+            options.tile_rows,
+            device,
+            options.activation,
+            occupancy_threshold=options.occupancy_threshold,
+            graph=options.graph,
+        )
     except ValueError as error:
         print(f"bench: --{error}", file=sys.stderr)
         return 2
@@ -121,7 +133,7 @@ def check_options(options: argparse.Namespace, device: str) -> None:
 
 def measure_all(shapes: list[Shape], settings: list[Settings], device: str, rounds: int, found: Run) -> None:
     """Measure every shape with all settings; each line is printed, and its records are in `found`, once it is done."""
-    progress = Progress(len(shapes) * len(settings) * len(PASSES))
+    progress = Progress(len(shapes) * sum(len(setting.passes) for setting in settings))
     try:
         for shape in shapes:
             progress.start(f"{shape.name}: GEMM floor")
@@ -134,7 +146,7 @@ def measure_all(shapes: list[Shape], settings: list[Settings], device: str, roun
                     line[info["pass"]] = record
                     found[LISTS[info["outcome"]]].append(record)
                     progress.advance(1)
-                progress.advance(len(PASSES) - len(line))
+                progress.advance(len(setting.passes) - len(line))
                 progress.show(line_text(line))
     finally:
         progress.close()
@@ -157,5 +169,5 @@ def line_text(line: Line) -> str:
 
 def table_line(cells: list[str]) -> str:
     """Cells of LINE_HEAD, or the first of them, in columns: two of words, then figures."""
-    widths = ("<10", "<8", ">16", ">16", ">16", ">11", ">12")
+    widths = ("<10", "<14", ">16", ">16", ">16", ">11", ">12")
     return "  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=False))

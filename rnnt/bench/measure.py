@@ -22,7 +22,7 @@ from rnnt.bench.floor import flop, gemm_floor
 from rnnt.bench.machine import is_out_of_memory, release_memory
 from rnnt.bench.peak import peak_bytes
 from rnnt.bench.shapes import Shape
-from rnnt.bench.steps import PASSES, Settings, Step
+from rnnt.bench.steps import Settings, Step
 
 Record = dict[str, Any]
 
@@ -48,6 +48,9 @@ def describe(shape: Shape, settings: Settings, device: str, which: str, checked:
         "activation": settings.activation,
         "dropout_p": settings.dropout_p,
         "validate": settings.validate,
+        "occupancy_threshold": settings.occupancy_threshold,
+        "graph": settings.graph,
+        "scores": shape.scores,
         "device": device,
         "checked": checked,
         "pass": which,
@@ -60,7 +63,7 @@ def describe(shape: Shape, settings: Settings, device: str, which: str, checked:
 def measure(shape: Shape, settings: Settings, device: str, rounds: int) -> Iterator[Record]:
     """A record for each pass; after one that is refused or failed no further pass is tried."""
     step = None
-    for which in PASSES:
+    for which in settings.passes:
         info = describe(shape, settings, device, which)
         record: Record = {"extra_info": info}
         try:
@@ -97,8 +100,9 @@ def pass_times(step: Step, which: str, rounds: int) -> list[float]:
 
 
 def pass_peak(step: Step, which: str) -> int:
-    """Peak bytes of the pass above inputs, parameters and their gradients."""
-    return peak_bytes(step.prepare(which, hold_gradients=True), step.device)
+    """Peak bytes of the pass above inputs, parameters and their gradients; of a graph, while it is captured."""
+    call = step.capture if step.settings.graph else step.prepare(which, hold_gradients=True)
+    return peak_bytes(call, step.device)
 
 
 def summary(times: list[float]) -> dict[str, Any]:

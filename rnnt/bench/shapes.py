@@ -18,7 +18,10 @@ PREDICTOR_FEATURES = 640
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one measured step; `autocast`: float32 parameters, matrix products in `dtype`."""
+    """Sizes of one measured step; `autocast`: float32 parameters, matrix products in `dtype`.
+
+    scores: what multiplies the output layer's fresh weights, and so sharpens the posteriors as training does.
+    """
 
     name: str
     B: int
@@ -29,6 +32,7 @@ class Shape:
     shortest: float = 1.0
     dtype: str = "bfloat16"
     autocast: bool = False
+    scores: float = 1.0
 
     def lengths(self) -> tuple[list[int], list[int]]:
         """Frames and labels of each utterance, the longest first."""

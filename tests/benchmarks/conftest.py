@@ -39,6 +39,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--rnnt-activation", default="relu", choices=ACTIVATIONS)
     add("--rnnt-dropout", type=float, default=0.0, metavar="P")
     add("--rnnt-no-validate", action="store_true", help="call the loss with validate=False")
+    add("--rnnt-scores", type=float, default=1.0, metavar="N", help="the output layer's weights times N; default: 1")
+    add("--rnnt-occupancy-threshold", default="auto", metavar="X", help="of the backward pass; default: auto")
+    add("--rnnt-graph", action="store_true",
+        help="replay forward and backward from a CUDA graph (triton on a GPU; no other pass is measured)")  # fmt: skip
     add("--rnnt-rounds", type=int, metavar="N", help="timed rounds of each test; default: 20 on a GPU, else 5")
 
 
@@ -52,7 +56,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     config, option = metafunc.config, metafunc.config.getoption
     device = device_of(config)
     try:
-        chosen = chosen_shapes(option("rnnt_shape"), option("rnnt_dtype"), device)
+        chosen = chosen_shapes(option("rnnt_shape"), option("rnnt_dtype"), device, option("rnnt_scores"))
         settings = chosen_settings(
             option("rnnt_backend"),
             option("rnnt_tile_rows"),
@@ -60,11 +64,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             option("rnnt_activation"),
             option("rnnt_dropout"),
             not option("rnnt_no_validate"),
+            option("rnnt_occupancy_threshold"),
+            option("rnnt_graph"),
         )
     except ValueError as error:
         raise pytest.UsageError(f"--rnnt-{error}") from None
     metafunc.parametrize("shape", chosen, ids=lambda shape: shape.name)
-    metafunc.parametrize("settings", settings, ids=lambda x: f"{x.backend}-{x.tiles}".rstrip("-"))
+    metafunc.parametrize("settings", settings, ids=lambda x: f"{x.backend}-{x.tiles}".rstrip("-").replace(", ", "-"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Passes that the settings do not have are left out."""
+    left_out = [x for x in items if HERE in x.path.parents and not has_pass(x)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [x for x in items if x not in left_out]
+
+
+def has_pass(item: pytest.Function) -> bool:
+    return item.originalname.removeprefix("test_") in item.callspec.params["settings"].passes
 
 
 @pytest.fixture
