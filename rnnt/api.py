@@ -327,6 +327,8 @@ def _align(
     on_host = encoder_lengths.device.type == "cpu" and target_lengths.device.type == "cpu"
     if not validate and on_host and not torch.compiler.is_compiling():
         rows = int((encoder_lengths.long() * (target_lengths.long() + 1)).sum())
+    if validate and not torch.compiler.is_compiling():
+        rows = check_values(targets, encoder_lengths, target_lengths, frames, classes, blank, lengths_name)
     targets = targets.to(device, torch.int64, non_blocking=True).contiguous()
     encoder_lengths = encoder_lengths.to(device, torch.int64, non_blocking=True).contiguous()
     target_lengths = target_lengths.to(device, torch.int64, non_blocking=True).contiguous()
@@ -334,8 +336,6 @@ def _align(
         encoder_lengths, target_lengths = checked_lengths(
             targets, encoder_lengths, target_lengths, frames, classes, blank
         ).unbind(0)
-    elif validate:
-        rows = check_values(targets, encoder_lengths, target_lengths, frames, classes, blank, lengths_name)
     host_sync = validate or device.type == "cpu"
     return Alignment(targets, encoder_lengths, target_lengths, blank, frames, rows, host_sync)
 

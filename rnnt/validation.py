@@ -1,8 +1,8 @@
 """Checks of the values a problem is built on: lengths and labels.
 
-Reading them from an accelerator costs one host sync; `validate=False` skips both.  The lengths come back as Python
-ints, so that the number of valid rows N is known on the host.  Inside a graph that torch.compile captures, the same
-check runs as one opaque operator.  Before: api.py.  After: layout.py.
+Reading them from an accelerator costs one host sync, from the CPU none; `validate=False` skips the checks.  The number
+of valid rows N comes out of it as a Python int.  Inside a graph that torch.compile captures, the same check runs as
+one opaque operator.  Before: api.py.  After: layout.py.
 """
 
 import numpy as np
@@ -21,18 +21,15 @@ def check_values(
 ) -> int:
     """N, the number of valid lattice rows, after lengths and labels have been found in range.
 
-    targets [B, U], encoder_lengths [B], target_lengths [B]: int64 on one device.  classes None: labels are not used,
-    and not checked.  Raises ValueError with argument, expected, got.
+    targets [B, U], encoder_lengths [B], target_lengths [B]: int32 or int64, on any device.  classes None: labels are
+    not used, and not checked.  Raises ValueError with argument, expected, got.
     """
     utterances, labels = targets.shape
-    read = [encoder_lengths, target_lengths] + ([] if classes is None else [targets.flatten()])
-    values = torch.cat(read).cpu().numpy()  # the host sync
-    lengths, counts, values = values[:utterances], values[utterances : 2 * utterances], values[2 * utterances :]
+    lengths, counts, *values = _on_host(encoder_lengths, target_lengths, *([] if classes is None else [targets]))
     wrong_length, wrong_count = (lengths < 1) | (lengths > frames), (counts < 0) | (counts > labels)
     wrong_label = np.zeros((utterances, 0), dtype=bool)
     if classes is not None:
-        values = values.reshape(utterances, labels)
-        wrong_label = (values < 0) | (values >= classes) | (values == blank)
+        wrong_label = (values[0] < 0) | (values[0] >= classes) | (values[0] == blank)
         wrong_label &= np.arange(labels) < counts[:, None]
     wrong = wrong_length | wrong_count | wrong_label.any(axis=1)
     if wrong.any():
@@ -45,8 +42,15 @@ def check_values(
             raise ValueError(f"target_lengths[{b}]: expected {expected}, got {counts[b]}")
         u = int(wrong_label[b].argmax())
         expected = f"a label in [0, {classes}) other than blank = {blank} (target_lengths[{b}] = {counts[b]})"
-        raise ValueError(f"targets[{b}, {u}]: expected {expected}, got {values[b, u]}")
+        raise ValueError(f"targets[{b}, {u}]: expected {expected}, got {values[0][b, u]}")
     return int((lengths * (counts + 1)).sum())
+
+
+def _on_host(*tensors: Tensor) -> list[np.ndarray]:
+    """The integer tensors' values; those on an accelerator come over together, in one host sync."""
+    away = [x.flatten().long() for x in tensors if x.device.type != "cpu"]
+    fetched = iter(torch.cat(away).cpu().split([len(x) for x in away])) if away else iter([])
+    return [(x.long() if x.device.type == "cpu" else next(fetched).view(x.shape)).numpy() for x in tensors]
 
 
 @torch.library.custom_op("rnnt::check_values", mutates_args=())

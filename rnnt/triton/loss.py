@@ -11,6 +11,7 @@ Before: backends.py.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,11 +69,12 @@ def _joint_arguments(problem: JointProblem) -> tuple[Any, ...]:
 def _operands(
     encoder: Tensor, predictor: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
     targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
-    blank: int, rows: int, activation: str, dropout_p: float, dtype: torch.dtype,
+    blank: int, rows: int, activation: str, dropout_p: float, dtype: torch.dtype, offsets: Tensor | None = None,
 ) -> Operands:  # fmt: skip
     alignment = Alignment(targets.contiguous(), encoder_lengths, target_lengths, blank, encoder.shape[1], rows)
     weight, bias = aligned_rows(linear_weight, dtype), None if linear_bias is None else linear_bias.contiguous()
-    return Operands(encoder, predictor, weight, bias, alignment, row_offsets(alignment), seed, activation, dropout_p)
+    offsets = row_offsets(alignment) if offsets is None else offsets
+    return Operands(encoder, predictor, weight, bias, alignment, offsets, seed, activation, dropout_p)
 
 
 def _score(x: Operands, tile_rows: int, keep_logits: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -91,8 +93,8 @@ def joint_loss_operator(
     blank: int, rows: int, activation: str, dropout_p: float,
     tile_rows: int, untiled: bool, dtype: torch.dtype,
     fastemit_lambda: float, clamp: float, occupancy_threshold: float, with_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """losses [B]; for the backward pass occupancy_blank, occupancy_label, lse [rows] and, untiled, logits."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """losses [B]; for the backward pass occupancy_blank, occupancy_label, lse [rows], offsets and, untiled, logits."""
     x = _operands(
         encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
         blank, rows, activation, dropout_p, dtype,
@@ -101,7 +103,7 @@ def joint_loss_operator(
     losses, occupancy_blank, occupancy_label = losses_and_occupancies(
         logp_blank, logp_label, x.offsets, encoder_lengths, target_lengths, x.columns, with_gradient
     )
-    return losses, occupancy_blank, occupancy_label, lse, logits
+    return losses, occupancy_blank, occupancy_label, lse, x.offsets, logits
 
 
 @joint_loss_operator.register_fake
@@ -117,6 +119,7 @@ def _(
         encoder.new_empty(kept, dtype=torch.float32),
         encoder.new_empty(kept, dtype=torch.float32),
         encoder.new_empty(rows, dtype=torch.float32),
+        targets.new_empty(encoder.shape[0] + 1, dtype=torch.int64),
         encoder.new_empty((kept if untiled else 0, padded), dtype=dtype),
     )
 
@@ -127,8 +130,8 @@ def joint_log_probs_operator(
     targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
     blank: int, rows: int, activation: str, dropout_p: float,
     tile_rows: int, untiled: bool, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """logp_blank [B, T, U1], logp_label [B, T, U]; for the backward pass lse [rows] and, untiled, logits."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """logp_blank [B, T, U1], logp_label [B, T, U]; for the backward pass lse [rows], offsets and, untiled, logits."""
     x = _operands(
         encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
         blank, rows, activation, dropout_p, dtype,
@@ -136,7 +139,7 @@ def joint_log_probs_operator(
     logp_blank, logp_label, lse, logits = _score(x, tile_rows, untiled)
     dense_blank = unpack(logp_blank, x.alignment)
     dense_label = unpack(logp_label, x.alignment)[:, :, :-1].contiguous()
-    return dense_blank, dense_label, lse, logits
+    return dense_blank, dense_label, lse, x.offsets, logits
 
 
 @joint_log_probs_operator.register_fake
@@ -151,6 +154,7 @@ def _(
         encoder.new_empty((utterances, frames, columns), dtype=torch.float32),
         encoder.new_empty((utterances, frames, columns - 1), dtype=torch.float32),
         encoder.new_empty(rows, dtype=torch.float32),
+        targets.new_empty(utterances + 1, dtype=torch.int64),
         encoder.new_empty((rows if untiled else 0, padded), dtype=dtype),
     )
 
@@ -161,7 +165,7 @@ def joint_bwd_operator(
     targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
     blank: int, rows: int, activation: str, dropout_p: float,
     tile_rows: int, untiled: bool, dtype: torch.dtype,
-    weight_blank: Tensor, weight_label: Tensor, lse: Tensor, logits: Tensor, upstream: Tensor,
+    weight_blank: Tensor, weight_label: Tensor, lse: Tensor, offsets: Tensor, logits: Tensor, upstream: Tensor,
     fastemit_lambda: float, clamp: float, occupancy_threshold: float, needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of encoder, predictor, linear_weight, linear_bias (needed or not: four bools; empty where not).
@@ -171,7 +175,7 @@ def joint_bwd_operator(
     """
     x = _operands(
         encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
-        blank, rows, activation, dropout_p, dtype,
+        blank, rows, activation, dropout_p, dtype, offsets,
     )  # fmt: skip
     need_encoder, need_predictor, need_weight, need_bias = needed
     float32, device = torch.float32, encoder.device
@@ -239,7 +243,7 @@ def _finished(total: Tensor, unit: Tensor, like: Tensor) -> Tensor:
 def _(
     encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
     blank, rows, activation, dropout_p, tile_rows, untiled, dtype,
-    weight_blank, weight_label, lse, logits, upstream, fastemit_lambda, clamp, occupancy_threshold, needed,
+    weight_blank, weight_label, lse, offsets, logits, upstream, fastemit_lambda, clamp, occupancy_threshold, needed,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     bias = linear_weight.new_empty(linear_weight.shape[0]) if linear_bias is None else linear_bias
     inputs = encoder, predictor, linear_weight, bias
@@ -249,38 +253,38 @@ def _(
     )
 
 
-def _joint_context(ctx: Any, inputs: tuple[Any, ...], lse: Tensor, logits: Tensor, *occupancies: Tensor) -> None:
+def _joint_context(ctx: Any, inputs: tuple[Any, ...], *kept: Tensor) -> None:
     tensors, ctx.numbers = inputs[:8], inputs[8:15]
-    ctx.save_for_backward(*tensors, lse, logits, *occupancies)
+    ctx.mark_non_differentiable(*kept)
+    ctx.save_for_backward(*tensors, *kept)
     ctx.set_materialize_grads(False)
 
 
 def _joint_backward(
-    ctx: Any, tensors: list[Tensor], weight_blank: Tensor, weight_label: Tensor, lse: Tensor, logits: Tensor,
-    upstream: Tensor, fastemit_lambda: float, clamp: float, occupancy_threshold: float,
+    ctx: Any, tensors: Sequence[Tensor], weight_blank: Tensor, weight_label: Tensor,
+    lse: Tensor, offsets: Tensor, logits: Tensor, upstream: Tensor,
+    fastemit_lambda: float, clamp: float, occupancy_threshold: float,
 ) -> list[Tensor | None]:  # fmt: skip
     """Gradients of the four float inputs."""
     needed = [need and x is not None for need, x in zip(ctx.needs_input_grad[:4], tensors[:4], strict=True)]
     gradients = joint_bwd_operator(
-        *tensors, *ctx.numbers, weight_blank, weight_label, lse, logits, upstream.float().contiguous(),
+        *tensors, *ctx.numbers, weight_blank, weight_label, lse, offsets, logits, upstream.float().contiguous(),
         fastemit_lambda, clamp, occupancy_threshold, needed,
     )  # fmt: skip
     return [gradient if need else None for gradient, need in zip(gradients, needed, strict=True)]
 
 
 def _joint_loss_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, occupancy_blank, occupancy_label, lse, logits = output
-    ctx.mark_non_differentiable(occupancy_blank, occupancy_label, lse, logits)
-    _joint_context(ctx, inputs, lse, logits, occupancy_blank, occupancy_label)
+    _joint_context(ctx, inputs, *output[1:])
     ctx.options = inputs[15:18]
 
 
 def _joint_loss_backward(ctx: Any, d_losses: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if d_losses is None:
         return (None,) * 19
-    *tensors, lse, logits, occupancy_blank, occupancy_label = ctx.saved_tensors  # once: checkpointing allows no more
-    occupancies = occupancy_blank, occupancy_label
-    return *_joint_backward(ctx, tensors, *occupancies, lse, logits, d_losses, *ctx.options), *(None,) * 15
+    *tensors, weight_blank, weight_label, lse, offsets, logits = ctx.saved_tensors  # once: checkpointing allows no more
+    kept = weight_blank, weight_label, lse, offsets, logits
+    return *_joint_backward(ctx, tensors, *kept, d_losses, *ctx.options), *(None,) * 15
 
 
 joint_loss_operator.register_autograd(_joint_loss_backward, setup_context=_joint_loss_context)
@@ -298,15 +302,13 @@ class _JointLoss(torch.autograd.Function):
 
 
 def _joint_log_probs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, lse, logits = output
-    ctx.mark_non_differentiable(lse, logits)
-    _joint_context(ctx, inputs, lse, logits)
+    _joint_context(ctx, inputs, *output[2:])
 
 
 def _joint_log_probs_backward(ctx: Any, d_blank: Tensor | None, d_label: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if d_blank is None and d_label is None:
         return (None,) * 15
-    *tensors, lse, logits = ctx.saved_tensors
+    *tensors, lse, offsets, logits = ctx.saved_tensors
     encoder, predictor, _, _, targets, encoder_lengths, target_lengths, _ = tensors
     blank, rows = ctx.numbers[:2]
     alignment = Alignment(targets, encoder_lengths, target_lengths, blank, encoder.shape[1], rows)
@@ -316,7 +318,7 @@ def _joint_log_probs_backward(ctx: Any, d_blank: Tensor | None, d_label: Tensor 
     weight_blank, weight_label = pack(-d_blank, -d_label, alignment)
     upstream = encoder.new_ones(shape[0], dtype=torch.float32)
     weights = weight_blank, weight_label
-    return *_joint_backward(ctx, tensors, *weights, lse, logits, upstream, 0.0, 0.0, 0.0), *(None,) * 11
+    return *_joint_backward(ctx, tensors, *weights, lse, offsets, logits, upstream, 0.0, 0.0, 0.0), *(None,) * 11
 
 
 joint_log_probs_operator.register_autograd(_joint_log_probs_backward, setup_context=_joint_log_probs_context)
