@@ -115,3 +115,31 @@ def test_finite_losses_can_be_picked(place):
     expected = results(batch, torch.tensor([1.0, 0.0, 1.0]), backend=place.backend, blank=0, tile_rows=7)
     assert_same_bits(found, {name: expected[name] for name in found})
     assert all(x.isfinite().all() for x in found.values())
+
+
+def test_infinite_upstream_of_logits(place):
+    """What (loss**2).sum() makes of an infinite loss."""
+    logits = forbid_last_blank(s_p().to(place.device, place.finest)).requires_grad_()
+    loss = rnnt.rnnt_loss(logits, *(x.to(place.device) for x in P), blank=0, reduction="none", backend=place.backend)
+    (loss**2).sum().backward()
+    assert not logits.grad[1].any()
+    assert logits.grad[0].isfinite().all()
+
+
+@pytest.mark.parametrize("tile_rows", [7, None])
+def test_infinite_upstream_of_the_joint(place, tile_rows):
+    batch = ragged(2, 5, 3, 5, 6)
+    targets = torch.tensor([[0, 2, 0], [0, 1, 3]])
+    bias = batch.linear_bias.clone()
+    bias[1] = -torch.inf  # utterance 1 cannot be said
+    batch = batch._replace(
+        linear_bias=bias, targets=targets, encoder_lengths=torch.tensor([5, 4]), target_lengths=torch.tensor([3, 2])
+    )
+    leaves = with_gradients(batch.cast(place.finest, place.device))
+    loss = joint_loss(leaves, reduction="none", blank=4, backend=place.backend, tile_rows=tile_rows)
+    assert loss.isinf().tolist() == [False, True]
+    (loss**2).sum().backward()
+    assert not leaves.encoder.grad[1].any()
+    for x in (leaves.encoder, leaves.predictor, leaves.linear_weight, leaves.linear_bias):
+        assert x.grad.isfinite().all()
+    assert leaves.linear_bias.grad.any()

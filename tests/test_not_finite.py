@@ -7,7 +7,7 @@ import torch
 
 import rnnt
 from tests.fixtures import P, j_p, s_p
-from tests.support import joint_loss, results, with_gradients
+from tests.support import Joint, assert_budget, joint_budget, joint_loss, results, with_gradients
 
 
 def test_one_score(place):
@@ -20,6 +20,32 @@ def test_one_score(place):
     assert loss.isnan().tolist() == [True, False]
     assert scores.grad[0, 1, 1].isnan().any()
     assert scores.grad[1].isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, under Triton's interpreter
+def test_an_infinite_score_of_another_class(place):
+    """As in log_softmax; log-sum-exp alone would say inf, and the loss would look impossible."""
+    scores = s_p().to(place.device, torch.float32)
+    wanted = {0, int(P[0][0, 1])}  # blank, and the label of column 1
+    scores[0, 1, 1, next(v for v in range(scores.shape[3]) if v not in wanted)] = torch.inf
+    scores.requires_grad_()
+    args = [x.to(place.device) for x in P]
+    loss = rnnt.rnnt_loss(scores, *args, blank=0, reduction="none", backend=place.backend)
+    loss.sum().backward()
+    assert loss.isnan().tolist() == [True, False]
+    assert scores.grad[0, 1, 1].isnan().any()
+
+
+@pytest.mark.parametrize("tile_rows", ["auto", None])
+def test_large_weights_in_float16(place, tile_rows):
+    """Gradients of the states far beyond their upstream gradient: what weights of 40 make of it."""
+    weight = torch.tensor([[40.0], [-40.0], [0.0]])
+    batch = Joint(
+        torch.full((1, 2, 1), 0.03), torch.zeros(1, 2, 1), weight, torch.tensor([0.5, 0.0, -1.0]),
+        torch.tensor([[1]]), torch.tensor([2]), torch.tensor([1]),
+    ).cast(torch.float16, place.device)  # fmt: skip
+    options = {"blank": 0, "backend": place.backend, "tile_rows": tile_rows}
+    assert_budget(results(batch, **options), joint_budget(batch, blank=0))
 
 
 @pytest.mark.parametrize("activation", ["tanh", "relu"])

@@ -114,6 +114,15 @@ def test_graphs_refuse_a_second_derivative(graph_place):
         gradient.pow(2).sum().backward()
 
 
+@pytest.mark.parametrize("tile_rows", [7, None])
+def test_a_retained_graph(graph_place, tile_rows):
+    leaves = with_gradients(j_p().cast(graph_place.finest, graph_place.device))
+    options = {"reduction": "sum", "blank": 0, "backend": graph_place.backend, "tile_rows": tile_rows}
+    loss = torch.compile(joint_loss, **FULL)(leaves, **options)
+    first, second = (torch.autograd.grad(loss, list(leaves.floats().values()), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
 def test_modules_as_one_graph(graph_place):
     torch.manual_seed(0)
     module = rnnt.RNNTJointLoss(6, 5, encoder_features=9, blank=0, backend=graph_place.backend).to(graph_place.device)

@@ -107,7 +107,7 @@ def dense_gradient(
     """upstream [rows] times g, clamped: [rows, V] in the logits' dtype."""
     scores = _wide(logits)
     gradient = scores_gradient(scores, label, blank_weight, label_weight, tile.blank, tile.clamp, tile.log_softmax)
-    return (upstream[:, None] * gradient).to(logits.dtype)
+    return times_upstream(gradient, upstream, blank_weight, label_weight).to(logits.dtype)
 
 
 def output_layer(tile: Tile, inputs: JointInputs, rows: TileRows) -> Tensor:
@@ -124,7 +124,7 @@ def pick(scores: Tensor, label: Tensor, blank: int, log_softmax: bool = True) ->
     blank_score = scores[:, blank]
     label_score = scores.gather(1, label.clamp(min=0)[:, None])[:, 0]
     if log_softmax:
-        lse = scores.logsumexp(1)
+        lse = log_sum_exp(scores)
         blank_score, label_score = blank_score - lse, label_score - lse
     return blank_score, torch.where(label < 0, 0, label_score)
 
@@ -139,9 +139,21 @@ def scores_gradient(
     gradient = gradient - torch.where(v == label[:, None], label_weight[:, None], 0)
     if log_softmax:
         weight = (blank_weight + label_weight)[:, None]
-        softmax = torch.exp(scores - scores.logsumexp(1, keepdim=True))
+        softmax = torch.exp(scores - log_sum_exp(scores)[:, None])
         gradient = gradient + torch.where(weight == 0, 0, weight * softmax)
     return gradient.clamp(-clamp, clamp) if clamp > 0 else gradient
+
+
+def times_upstream(gradient: Tensor, upstream: Tensor, blank_weight: Tensor, label_weight: Tensor) -> Tensor:
+    """upstream [rows] times g; 0 in rows whose weights are 0, even when their utterance's upstream gradient is inf."""
+    unweighted = (blank_weight == 0) & (label_weight == 0)
+    return torch.where(unweighted, 0, upstream)[:, None] * gradient
+
+
+def log_sum_exp(scores: Tensor) -> Tensor:
+    """[rows]; NaN, as log_softmax gives, where torch.logsumexp says inf: a score is inf."""
+    lse = scores.logsumexp(1)
+    return torch.where(lse == torch.inf, torch.nan, lse)
 
 
 class Surrogate(torch.autograd.Function):
@@ -160,7 +172,8 @@ class Surrogate(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         product, bias, label, blank_weight, label_weight = ctx.saved_tensors
         scores = _wide(product) + bias
-        gradient = upstream[:, None] * scores_gradient(scores, label, blank_weight, label_weight, *ctx.constants)
+        gradient = scores_gradient(scores, label, blank_weight, label_weight, *ctx.constants)
+        gradient = times_upstream(gradient, upstream, blank_weight, label_weight)
         d_bias = gradient.sum(0) if ctx.needs_input_grad[1] else None
         return gradient.to(product.dtype), d_bias, None, None, None, None, None, None
 

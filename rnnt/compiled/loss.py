@@ -55,14 +55,14 @@ def _wanted(problem: JointProblem) -> bool:
 # The two passes over tiles.
 
 
-def _score(problem: JointProblem, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """logp_blank [B, T, U1], logp_label [B, T, U]; the rows' products [rows, V] when they are kept, else empty."""
+def _score(problem: JointProblem, keep: int) -> tuple[Tensor, Tensor, Tensor]:
+    """logp_blank [B, T, U1], logp_label [B, T, U]; room for `keep` rows' products [keep, V], 0: none are kept."""
     alignment = problem.alignment
     inputs = _constants(problem)
-    size = _size(problem, backward=False)
-    call = compiled(log_probs.score, _tile(problem, inputs, size, keep))
+    size = _size(problem.linear_weight, problem.compute_dtype, problem.tile_rows)
+    call = compiled(log_probs.score, _tile(problem, inputs, size, keep > 0))
     planes = flat_planes(alignment, problem.compute_dtype)
-    kept = inputs.weight.new_empty((-(-alignment.rows // size) * size if keep else 0, len(inputs.weight)))
+    kept = inputs.weight.new_empty((keep, len(inputs.weight)))
     for number, rows in enumerate(tiles(alignment, all_rows(alignment), size, problem.seed)):
         logp_blank, logp_label, *product = call(inputs, rows)
         planes[0].index_copy_(0, rows.node, logp_blank)
@@ -77,11 +77,12 @@ def _gradients(
 ) -> list[Tensor]:
     """Gradients of the four float inputs, empty where they are not needed; weights [B, T, U1], upstream [B]."""
     alignment, wide, device = problem.alignment, blank.dtype, problem.device
-    size = _size(problem, backward=True)
+    size = _size(problem.linear_weight, problem.compute_dtype, problem.tile_rows, backward=True)
     row = live_rows(blank, label, alignment)
     blank, label = flat(blank), flat(label)
     # Gradients travel in the compute dtype at the scale of one utterance, whatever scale the caller gives the loss.
-    unit = torch.exp2(torch.frexp(upstream.abs().amax())[1].clamp(-100, 100).to(wide))
+    largest = torch.where(upstream.isfinite(), upstream.abs(), 0).amax()
+    unit = torch.exp2(torch.frexp(largest)[1].clamp(-100, 100).to(wide))
     upstream = upstream / unit
 
     sums = [torch.zeros(x.shape if need else 0, dtype=wide, device=device) for x, need in _needed(problem, needed)]
@@ -158,16 +159,22 @@ def _tile(problem: JointProblem, inputs: JointInputs, rows: int, keep: bool) -> 
     )
 
 
-def _size(problem: JointProblem, backward: bool) -> int:
-    classes, features = _padded(len(problem.linear_weight)), problem.linear_weight.shape[1]
-    number = problem.compute_dtype.itemsize
-    row_bytes = (classes + features) * number  # logits, hidden
+def _size(weight: Tensor, dtype: torch.dtype, tile_rows: int | str | None, backward: bool = False) -> int:
+    """Rows of a tile."""
+    classes, features = _padded(len(weight)), weight.shape[1]
+    row_bytes = (classes + features) * dtype.itemsize  # logits, hidden
     if backward:
-        row_bytes = 2 * row_bytes + features * max(number, 4)  # their gradients, d_pre
-    size = static_size(problem.tile_rows, row_bytes, problem.device)
-    if backward and number >= 4 and not isinstance(problem.tile_rows, int):
+        row_bytes = 2 * row_bytes + features * max(dtype.itemsize, 4)  # their gradients, d_pre
+    size = static_size(tile_rows, row_bytes, weight.device)
+    if backward and dtype.itemsize >= 4 and not isinstance(tile_rows, int):
         size = min(size, LONGEST_SUM)
     return size
+
+
+def _kept_rows(rows: int, weight: Tensor, dtype: torch.dtype) -> int:
+    """Whole tiles for the rows that a caller asks for: known before any length is read, as torch.compile wants it."""
+    size = _size(weight, dtype, None)
+    return -(-rows // size) * size
 
 
 # Operators.  Their arguments are a problem taken apart: floats, integers, then what is not a tensor.
@@ -215,7 +222,8 @@ def joint_loss_operator(
         blank, rows, host_sync, activation, dropout_p, clamp, tile_rows, untiled, dtype,
     )  # fmt: skip
     with torch.no_grad():
-        logp_blank, logp_label, kept = _score(problem, untiled and with_gradient)
+        keep = _kept_rows(rows, linear_weight, dtype) if untiled and with_gradient else 0
+        logp_blank, logp_label, kept = _score(problem, keep)
         losses, blank_weight, label_weight = lattice.losses_and_weights(
             logp_blank, logp_label, problem.alignment, fastemit_lambda, occupancy_threshold, with_gradient
         )
@@ -235,7 +243,8 @@ def joint_log_probs_operator(
         blank, rows, host_sync, activation, dropout_p, clamp, tile_rows, untiled, dtype,
     )  # fmt: skip
     with torch.no_grad():
-        logp_blank, logp_label, kept = _score(problem, untiled and with_gradient)
+        keep = _kept_rows(rows, linear_weight, dtype) if untiled and with_gradient else 0
+        logp_blank, logp_label, kept = _score(problem, keep)
     return logp_blank.clone(), logp_label.contiguous(), kept
 
 
@@ -271,7 +280,7 @@ def _(encoder, predictor, *arguments):  # type: ignore[no-untyped-def]
     untiled, dtype, *_, with_gradient = arguments[13:]
     losses = encoder.new_empty(len(encoder), dtype=torch.promote_types(dtype, torch.float32))
     weights = [losses.new_empty(_nodes(encoder, predictor, with_gradient)) for _ in range(2)]
-    return losses, *weights, _kept(encoder, arguments[0], untiled and with_gradient, dtype)
+    return losses, *weights, _kept(arguments[0], untiled and with_gradient, arguments[7], dtype)
 
 
 @joint_log_probs_operator.register_fake
@@ -279,7 +288,7 @@ def _(encoder, predictor, *arguments):  # type: ignore[no-untyped-def]
     untiled, dtype, with_gradient = arguments[13:]
     blank = encoder.new_empty(_nodes(encoder, predictor), dtype=torch.promote_types(dtype, torch.float32))
     label = torch.empty_like(blank[:, :, :-1], memory_format=torch.contiguous_format)
-    return blank, label, _kept(encoder, arguments[0], untiled and with_gradient, dtype)
+    return blank, label, _kept(arguments[0], untiled and with_gradient, arguments[7], dtype)
 
 
 @joint_backward_operator.register_fake
@@ -292,9 +301,8 @@ def _nodes(encoder: Tensor, predictor: Tensor, exist: bool = True) -> tuple[int,
     return (len(encoder), encoder.shape[1], predictor.shape[1]) if exist else (0, 0, 0)
 
 
-def _kept(encoder: Tensor, weight: Tensor, exists: bool, dtype: torch.dtype) -> Tensor:
-    rows = torch.library.get_ctx().new_dynamic_size() if exists else 0
-    return encoder.new_empty((rows, _padded(len(weight))), dtype=dtype)
+def _kept(weight: Tensor, exists: bool, rows: int, dtype: torch.dtype) -> Tensor:
+    return weight.new_empty((_kept_rows(rows, weight, dtype) if exists else 0, _padded(len(weight))), dtype=dtype)
 
 
 def _joint_context(ctx: Any, inputs: tuple[Any, ...], *results: Tensor) -> None:

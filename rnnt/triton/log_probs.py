@@ -63,9 +63,11 @@ def score_classes(
             x, w = x.to(tl.float32), w.to(tl.float32)
         logits = tl.dot(x, w.T, logits, input_precision=PRECISION)
     if KEEP_LOGITS:
+        kept = logits.to(logits_ptr.dtype.element_ty)
         offs_kept = row[:, None] * padded_classes + offs_v[None, :]
         mask_kept = mask_row[:, None] & (offs_v < classes)[None, :]
-        tl.store(logits_ptr + offs_kept, logits.to(logits_ptr.dtype.element_ty), mask=mask_kept)
+        tl.store(logits_ptr + offs_kept, kept, mask=mask_kept)
+        logits = kept.to(tl.float32)  # the loss is that of the logits which the backward pass sees
     higher_log2 = tl.maximum(highest_log2, tl.max(logits, axis=1) * LOG2_E)
     finite_log2 = tl.where(higher_log2 == float("-inf"), 0.0, higher_log2)  # -inf - -inf is NaN
     total = total * tl.exp2(highest_log2 - finite_log2)
@@ -119,8 +121,9 @@ def log_probs_fwd_kernel(
             if BIAS:
                 last_logit += tl.load(bias_ptr + whole_classes).to(tl.float32)
             if KEEP_LOGITS:
-                kept_ptrs = logits_ptr + row * padded_classes + whole_classes
-                tl.store(kept_ptrs, last_logit.to(logits_ptr.dtype.element_ty), mask=mask_row)
+                kept = last_logit.to(logits_ptr.dtype.element_ty)
+                tl.store(logits_ptr + row * padded_classes + whole_classes, kept, mask=mask_row)
+                last_logit = kept.to(tl.float32)
             highest_log2 = last_logit * LOG2_E
             total = tl.where(last_logit == float("-inf"), 0.0, 1.0)
             blank_logit = tl.where(blank == whole_classes, last_logit, 0.0)

@@ -104,6 +104,8 @@ def logits_bwd_kernel(
     w_blank = tl.load(weight_blank_ptr + row)
     w_label = tl.load(weight_label_ptr + row)
     upstream = tl.load(upstream_ptr + b)
+    weighted = inside & ((w_blank != 0) | (w_label != 0))  # none is in an impossible utterance; its upstream may be inf
+    upstream = tl.where(weighted, upstream, 0.0)
     base_ptr = logits_ptr + b * stride_b + t * stride_t + u * stride_u
     for v in range(0, classes, BLOCK_V):
         offs_v = v + tl.arange(0, BLOCK_V)
@@ -117,7 +119,7 @@ def logits_bwd_kernel(
         d_logits -= tl.where(offs_v == label, w_label, 0.0)
         if CLAMP:
             d_logits = tl.minimum(tl.maximum(d_logits, -clamp), clamp)
-        d_logits = tl.where(inside, d_logits * upstream, 0.0)
+        d_logits = tl.where(weighted, d_logits * upstream, 0.0)
         tl.store(d_logits_ptr + node * classes + offs_v, d_logits.to(d_logits_ptr.dtype.element_ty), mask=mask_v)
 
 

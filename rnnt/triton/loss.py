@@ -28,7 +28,7 @@ from rnnt.triton.operands import Operands, aligned_rows
 from rnnt.triton.output_layer import hidden_bwd, weight_bwd, weight_shares
 from rnnt.triton.packing import pack, unpack
 from rnnt.triton.tiles import balanced_tile
-from rnnt.triton.upstream import scaled_upstream
+from rnnt.triton.upstream import gradient_scales
 
 
 def joint_loss(problem: JointProblem) -> Tensor:
@@ -194,7 +194,7 @@ def joint_bwd_operator(
 
     row, slot, count = live_rows(weight_blank, weight_label, occupancy_threshold)
     live_count = LiveCount(count)
-    upstream, unit = scaled_upstream(upstream, dtype)
+    scales = gradient_scales(upstream, x.weight, dropout_p)
 
     hidden = torch.empty((tile, x.padded_features), dtype=dtype, device=device)
     d_logits = torch.empty((tile, x.padded_classes), dtype=dtype, device=device)
@@ -202,7 +202,7 @@ def joint_bwd_operator(
     frame = torch.empty(tile, dtype=torch.int64, device=device)
     scale = torch.empty(tile, dtype=float32, device=device)
     steps = [
-        joint_fwd(x, row, count, upstream, hidden, label, frame, scale),
+        joint_fwd(x, row, count, scales.upstream, hidden, label, frame, scale),
         log_probs_bwd(
             x, hidden, row, count, label, scale, logits if untiled else None, lse,
             weight_blank, weight_label, 1 + fastemit_lambda, clamp, d_logits, d_bias if need_bias else None,
@@ -211,9 +211,9 @@ def joint_bwd_operator(
     if need_weight:
         steps.append(weight_bwd(x, d_logits, hidden, count, d_weight))
     if need_encoder or need_predictor:
-        steps.append(hidden_bwd(x, d_logits, hidden, row, count))  # hidden is d_pre from here on
+        steps.append(hidden_bwd(x, d_logits, hidden, row, count, scales.state_scale))  # hidden is d_pre from here on
         d_states = d_encoder if need_encoder else None, d_predictor if need_predictor else None
-        steps.append(joint_bwd(x, hidden, frame, slot, count, unit, *d_states))
+        steps.append(joint_bwd(x, hidden, frame, slot, count, scales.state_unit, *d_states))
     for first in range(0, rows, tile):
         if live_count.end_before(first):
             break
@@ -224,11 +224,13 @@ def joint_bwd_operator(
     classes, features = linear_weight.shape
     return (
         d_encoder,
-        _finished(d_predictor, unit, predictor),
-        _finished(d_weight.sum(0)[:classes, :features] if need_weight else d_weight.flatten(), unit, linear_weight),
+        _finished(d_predictor, scales.state_unit, predictor),
+        _finished(
+            d_weight.sum(0)[:classes, :features] if need_weight else d_weight.flatten(), scales.unit, linear_weight
+        ),
         _finished(
             d_bias.sum(0)[:classes] if need_bias else d_bias.flatten(),
-            unit,
+            scales.unit,
             linear_weight if linear_bias is None else linear_bias,
         ),
     )

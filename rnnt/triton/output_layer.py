@@ -21,10 +21,10 @@ from rnnt.triton.operands import Operands, blocks_of, programs_at_once
 @triton.jit(do_not_specialize=["first", "drop_threshold", "blocks_h"])
 def hidden_bwd_kernel(
     first: tl.int64,
-    d_logits, weight, hidden, row_ptr, count_ptr, seed_ptr,
+    d_logits, weight, hidden, row_ptr, count_ptr, seed_ptr, scale_ptr,
     d_pre,
     padded_classes, blocks_h, dropout_p, drop_threshold,
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Owns BLOCK_ROWS live rows x BLOCK_H features of d_pre; reads d_logits rows, a slice of the output layer and
@@ -52,21 +52,27 @@ def hidden_bwd_kernel(
         gradient = tl.where(keep, d_hidden * slope / (1 - dropout_p), 0.0)
     else:
         gradient = d_hidden * activation_slope(y, ACTIVATION)
+    if SCALE:
+        gradient *= tl.load(scale_ptr)
     d_pre.store([local, h], gradient.to(d_pre.dtype))
 
 
-def hidden_bwd(x: Operands, d_logits: Tensor, hidden: Tensor, row: Tensor, count: Tensor) -> Launch:
-    """Turn hidden [tile, H padded] of the live rows first .. first + tile into their d_pre, in place."""
+def hidden_bwd(
+    x: Operands, d_logits: Tensor, hidden: Tensor, row: Tensor, count: Tensor, state_scale: Tensor | None
+) -> Launch:
+    """Turn hidden [tile, H padded] of the live rows first .. first + tile into their d_pre, times state_scale [1]
+    where there is one, in place."""
     config = x.configs.hidden_bwd
     tile, blocks_h = hidden.shape[0], cdiv(x.padded_features, config.block_h)
     hidden_blocks = blocks_of(hidden, config.block_rows, config.block_h)
     return Launch(
         hidden_bwd_kernel, (tile // config.block_rows * blocks_h,),
         blocks_of(d_logits, config.block_rows, config.block_v), blocks_of(x.weight, config.block_v, config.block_h),
-        hidden_blocks, row, count, x.seed,
+        hidden_blocks, row, count, x.seed, state_scale,
         hidden_blocks,
         x.padded_classes, blocks_h, x.dropout_p, x.drop_threshold,
-        ACTIVATION=x.activation, DROPOUT=x.dropout_p > 0, PRECISION=precision(hidden.dtype), WIDEN=interpreted_dot(),
+        ACTIVATION=x.activation, DROPOUT=x.dropout_p > 0, SCALE=state_scale is not None,
+        PRECISION=precision(hidden.dtype), WIDEN=interpreted_dot(),
         BLOCK_ROWS=config.block_rows, BLOCK_V=config.block_v, BLOCK_H=config.block_h,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
