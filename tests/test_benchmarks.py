@@ -21,8 +21,10 @@ TINY = ["--rnnt-device", "cpu", "--rnnt-backend", "reference", "--rnnt-shape", "
 
 
 def pytest_run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """A run of its own, also from a worker of pytest-xdist, where pytest-benchmark would refuse to measure."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
