@@ -8,7 +8,7 @@ import torch
 
 import rnnt
 from tests.fixtures import uniform_loss
-from tests.support import joint_loss, on_gpu, ragged, with_gradients
+from tests.support import assert_same_bits, joint_loss, on_gpu, ragged, results, with_gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -120,6 +120,16 @@ def test_validated_step_waits_once(integers, waits):
             torch.cuda.set_sync_debug_mode("default")
     found = [x for x in caught if "called a synchronizing CUDA operation" in str(x.message)]
     assert len(found) == waits, [f"{x.filename}:{x.lineno}" for x in found]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@pytest.mark.parametrize("backend", on_gpu("reference", "compiled", "triton"))
+def test_another_gpu_than_the_current_one(backend):
+    batch = ragged(3, 40, 10, 37, 24).cast(torch.float32)
+    first, second = (
+        results(batch.cast(torch.float32, f"cuda:{number}"), backend=backend, tile_rows=64) for number in (0, 1)
+    )
+    assert_same_bits(*({name: x.cpu() for name, x in found.items()} for found in (second, first)))
 
 
 @pytest.mark.parametrize("backend", on_gpu("reference", "compiled", "triton"))

@@ -4,11 +4,34 @@ For NVIDIA GPUs of compute capability 8.0 or newer; at tiny sizes, in Triton's i
 float16, bfloat16 and float32.  tile_rows is rounded up to whole blocks of rows (at most 128).
 """
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 
 from rnnt.problem import JointProblem, LogitsProblem, Problem
-from rnnt.triton.dense_loss import log_probs_loss, logits_loss
-from rnnt.triton.loss import joint_log_probs, joint_loss
+from rnnt.triton import dense_loss, loss
+
+Result = TypeVar("Result")
+
+
+def _on_its_gpu(entrance: Callable[[Any], Result]) -> Callable[[Any], Result]:
+    """Triton launches on the current GPU, which need not be the problem's; torch.compile sees to that by itself, and
+    so does autograd on the way back."""
+
+    def entered(problem: Any) -> Result:
+        if torch.compiler.is_compiling() or problem.device.type != "cuda":
+            return entrance(problem)
+        with torch.cuda.device(problem.device):
+            return entrance(problem)
+
+    return entered
+
+
+joint_loss = _on_its_gpu(loss.joint_loss)
+joint_log_probs = _on_its_gpu(loss.joint_log_probs)
+logits_loss = _on_its_gpu(dense_loss.logits_loss)
+log_probs_loss = _on_its_gpu(dense_loss.log_probs_loss)
 
 
 def unsupported(problem: Problem) -> str | None:
