@@ -6,6 +6,7 @@ import sys
 import rnnt
 from rnnt import check
 from rnnt.bench import command as bench
+from rnnt.plan import add_command as add_plan_command
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -15,6 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     check.add_command(commands)
     bench.add_command(commands)
+    add_plan_command(commands)
     options = parser.parse_args(arguments)
     status: int = options.run(options)
     return status

@@ -9,6 +9,7 @@ from typing import Any
 
 from rnnt.bench.measure import Record
 from rnnt.bench.steps import PASSES
+from rnnt.units import number, size
 
 Line = dict[str, Record]
 
@@ -44,16 +45,6 @@ def by_shape(records: Iterable[Record]) -> dict[str, list[Line]]:
         line = shapes.setdefault(shape_cell(info), {}).setdefault((info["backend"], info["tiles"]), {})
         line[info["pass"]] = record
     return {name: list(lines.values()) for name, lines in shapes.items()}
-
-
-def number(x: float) -> str:
-    """Three significant digits."""
-    return f"{x:#.3g}".rstrip(".") if x < 1000 else f"{x:.0f}"
-
-
-def size(count: float) -> str:
-    unit, scale = ("GiB", 2**30) if count >= 2**30 else ("MiB", 2**20)
-    return f"{number(count / scale)} {unit}"
 
 
 def time_cell(record: Record | None) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rnnt.backends import NAMES
-from rnnt.bench.cells import LINE_HEAD, NOTE, Line, caption, floor_cell, line_cells, shape_cell, size
+from rnnt.bench.cells import LINE_HEAD, NOTE, Line, caption, floor_cell, line_cells, shape_cell
 from rnnt.bench.choices import chosen_settings, chosen_shapes, frame_sweep
 from rnnt.bench.floor import gemm_floor
 from rnnt.bench.machine import default_device, description
@@ -26,6 +26,7 @@ from rnnt.bench.shapes import SHAPES, Shape
 from rnnt.bench.steps import PASSES, Settings
 from rnnt.check import DTYPES
 from rnnt.problem import ACTIVATIONS
+from rnnt.units import size
 
 Run = dict[str, Any]
 

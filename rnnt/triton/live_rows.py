@@ -58,11 +58,16 @@ def live_rows_kernel(
     tl.store(row_ptr + after - 1, row.to(index), mask=live == 1)
 
 
+def index_type(rows: int) -> torch.dtype:
+    """dtype of slots and of packed rows' indices."""
+    return torch.int32 if rows < 2**31 - 1 else torch.int64
+
+
 def live_rows(weight_blank: Tensor, weight_label: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
     """row [rows] and slot [rows + 1] (int32, int64 past 2^31 rows), and the count [1], a view of slot's end."""
     rows, config = weight_blank.shape[0], configs(torch.float32).live_rows
     blocks = cdiv(rows, config.block_rows)
-    index = torch.int32 if rows < 2**31 - 1 else torch.int64
+    index = index_type(rows)
     counts = weight_blank.new_empty(blocks, dtype=torch.int32)
     slot = counts.new_empty(rows + 1, dtype=index)
     row = counts.new_empty(rows, dtype=index)

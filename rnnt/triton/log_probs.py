@@ -28,7 +28,7 @@ from torch import Tensor
 from rnnt.triton.config import cdiv, interpreted_dot, power_of_2, precision
 from rnnt.triton.joint import locate, write_hidden
 from rnnt.triton.launch import Launch, launch
-from rnnt.triton.operands import Operands, blocks_of, programs_at_once
+from rnnt.triton.operands import Operands, blocks_of
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x LOG2_E): one multiply-add with a subtraction
 
@@ -149,6 +149,14 @@ def log_probs_fwd_kernel(
         tl.debug_barrier()  # before the next block's rows overwrite these
 
 
+def forward_programs(x: Operands, tile_rows: int) -> int:
+    """How many run at once, each on a block of rows' hidden of its own."""
+    config = x.configs.log_probs_fwd
+    programs = x.programs_at_once // (2 if config.alone else 1)
+    programs = min(programs, cdiv(x.alignment.rows, config.block_rows))
+    return min(programs, cdiv(tile_rows, config.block_rows)) if tile_rows else programs
+
+
 def log_probs_fwd(
     x: Operands, tile_rows: int, logp_blank: Tensor, logp_label: Tensor, lse: Tensor, logits: Tensor | None
 ) -> None:
@@ -157,10 +165,7 @@ def log_probs_fwd(
     tile_rows: most rows of hidden that exist at once; 0: as many as the chip works on at once.
     """
     config, device = x.configs.log_probs_fwd, x.encoder.device
-    programs = programs_at_once(device) // (2 if config.alone else 1)
-    programs = min(programs, cdiv(x.alignment.rows, config.block_rows))
-    if tile_rows:
-        programs = min(programs, cdiv(tile_rows, config.block_rows))
+    programs = forward_programs(x, tile_rows)
     hidden = torch.empty((programs * config.block_rows, x.padded_features), dtype=x.weight.dtype, device=device)
     whole, tail = class_blocks(x.classes, config.block_v)
     launch(

@@ -27,7 +27,7 @@ from rnnt.triton.log_probs import log_probs_bwd, log_probs_fwd
 from rnnt.triton.operands import Operands, aligned_rows
 from rnnt.triton.output_layer import hidden_bwd, weight_bwd, weight_shares
 from rnnt.triton.packing import pack, unpack
-from rnnt.triton.tiles import balanced_tile
+from rnnt.triton.tiles import backward_tile
 from rnnt.triton.upstream import gradient_scales
 
 
@@ -179,7 +179,7 @@ def joint_bwd_operator(
     )  # fmt: skip
     need_encoder, need_predictor, need_weight, need_bias = needed
     float32, device = torch.float32, encoder.device
-    tile = ceil_to(min(tile_rows or balanced_tile(x), rows), x.configs.pad_rows)
+    tile = backward_tile(x, tile_rows)
     shares = weight_shares(x) if need_weight else 0
     bias_shares = tile // x.configs.log_probs_bwd.block_rows if need_bias else 0
     d_encoder = encoder.new_zeros(encoder.shape if need_encoder else 0)

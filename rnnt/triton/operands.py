@@ -28,6 +28,7 @@ class Operands:
     seed: Tensor | None  # [1] int64
     activation: str
     dropout_p: float
+    multiprocessors: int | None = None  # of the chip; None: the device is asked
 
     def __post_init__(self) -> None:
         self.configs = configs(self.weight.dtype)
@@ -38,11 +39,15 @@ class Operands:
         self.search_steps = (self.utterances - 1).bit_length()  # halvings that find an utterance among B
         self.drop_threshold = drop_threshold(self.dropout_p)
 
+    @property
+    def programs_at_once(self) -> int:
+        """Programs of the matrix kernels that run at a time: two on each multiprocessor."""
+        return 4 if interpreting() else 2 * (self.multiprocessors or multiprocessors_of(self.encoder.device))
+
 
 @functools.cache
-def programs_at_once(device: torch.device) -> int:
-    """Programs of the matrix kernels that run at a time: two on each multiprocessor."""
-    return 4 if interpreting() else 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
+def multiprocessors_of(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def blocks_of(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -54,9 +59,18 @@ def blocks_of(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 def aligned_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """weight [V, H] in dtype, as the copy engine takes it: a view or a copy, each row at a multiple of 16 bytes."""
     weight = weight.to(dtype)
-    granule = 16 // dtype.itemsize
-    if weight.stride(1) == 1 and weight.stride(0) % granule == 0 and weight.data_ptr() % 16 == 0:
+    if weight.stride(1) == 1 and weight.stride(0) % _granule(dtype) == 0 and weight.data_ptr() % 16 == 0:
         return weight
     classes, features = weight.shape
-    aligned = weight.new_empty((classes, ceil_to(features, granule)))[:, :features]
+    aligned = weight.new_empty((classes, aligned_features(features, dtype)))[:, :features]
     return aligned.copy_(weight)
+
+
+def aligned_features(features: int, dtype: torch.dtype) -> int:
+    """Elements from one row of such a copy to the next."""
+    return ceil_to(features, _granule(dtype))
+
+
+def _granule(dtype: torch.dtype) -> int:
+    """Elements of 16 bytes."""
+    return 16 // dtype.itemsize

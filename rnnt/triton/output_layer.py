@@ -15,7 +15,7 @@ from torch import Tensor
 from rnnt.triton.config import cdiv, interpreted_dot, precision
 from rnnt.triton.joint import activation_slope, keep_mask
 from rnnt.triton.launch import Launch
-from rnnt.triton.operands import Operands, blocks_of, programs_at_once
+from rnnt.triton.operands import Operands, blocks_of
 
 
 @triton.jit(do_not_specialize=["first", "drop_threshold", "blocks_h"])
@@ -114,7 +114,7 @@ def weight_shares(x: Operands) -> int:
     """How many shares of rows the weight's gradient is summed in: enough to fill a large chip with programs."""
     config = x.configs.weight_bwd
     blocks = cdiv(x.padded_classes, config.block_v) * cdiv(x.padded_features, config.block_h)
-    return max(1, programs_at_once(x.encoder.device) // blocks)
+    return max(1, x.programs_at_once // blocks)
 
 
 def weight_bwd(x: Operands, d_logits: Tensor, hidden: Tensor, count: Tensor, d_weight: Tensor) -> Launch:

@@ -8,11 +8,16 @@ layer and the chip alone.  Before: tiling.py.  After: loss.py.
 
 import functools
 
-from rnnt.triton.config import cdiv
-from rnnt.triton.operands import Operands, programs_at_once
+from rnnt.triton.config import cdiv, ceil_to
+from rnnt.triton.operands import Operands
 
 WORKSPACE = 64 * 2**20  # bytes: below 48 MiB the backward pass takes 5 % longer, above 128 MiB 3 % less
 LARGEST = 128 * 2**20  # for large vocabularies, where 64 MiB hold less than one wave
+
+
+def backward_tile(x: Operands, tile_rows: int) -> int:
+    """Rows of a tile, in whole blocks, of a call's few rows no more than these need; tile_rows 0: left open."""
+    return ceil_to(min(tile_rows or balanced_tile(x), x.alignment.rows), x.configs.pad_rows)
 
 
 def balanced_tile(x: Operands) -> int:
@@ -20,7 +25,7 @@ def balanced_tile(x: Operands) -> int:
     config = x.configs
     block_rows = config.log_probs_bwd.block_rows
     blocks = _balanced_blocks(
-        programs_at_once(x.encoder.device),
+        x.programs_at_once,
         cdiv(x.padded_classes, config.log_probs_bwd.block_v),
         cdiv(x.padded_features, config.hidden_bwd.block_h),
         x.padded_features,

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rnnt.bench.cells import LINE_HEAD, NOTE, by_shape, caption, floor_cell, line_cells, size
+from rnnt.bench.cells import LINE_HEAD, NOTE, by_shape, caption, floor_cell, line_cells
+from rnnt.units import size
 
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 START = ("shape", "valid rows", "dense tensor", "GEMM floor")
