@@ -72,5 +72,5 @@ def aligned_features(features: int, dtype: torch.dtype) -> int:
 
 
 def _granule(dtype: torch.dtype) -> int:
-    """Elements of 16 bytes."""
-    return 16 // dtype.itemsize
+    """Elements of 16 bytes; the interpreter of Triton 3.4 counts elements for bytes."""
+    return 16 if interpreting() else 16 // dtype.itemsize
