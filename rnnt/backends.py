@@ -46,7 +46,7 @@ def _has_triton() -> bool:
 
 
 @functools.cache
-def _gpu_too_old() -> str | None:
+def _gpu_refusal() -> str | None:
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return "it needs an NVIDIA GPU"
     if torch.cuda.get_device_capability() < (8, 0):
@@ -72,7 +72,7 @@ def unavailable(name: str, device: str) -> str | None:
             if interpreting()
             else "it needs CUDA tensors (on the CPU, only Triton's interpreter: TRITON_INTERPRET=1)"
         )
-    return _gpu_too_old()
+    return _gpu_refusal()
 
 
 # What torch.compiler.assume_constant_result does, without its import of the compiler, and so of Triton.

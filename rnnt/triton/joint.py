@@ -148,8 +148,8 @@ def joint_fwd_kernel(
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
     PAD_ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Owns BLOCK_ROWS live rows of a tile; writes their hidden, next label (-1: none), frame b T + t and their
-    utterance's upstream gradient.
+    """Owns BLOCK_ROWS live rows of a tile; reads their encoder and predictor states; writes their hidden, next label
+    (-1: none), frame b T + t and their utterance's upstream gradient.
 
     Rows past the count, up to a whole block of the matrix kernels, are written as zeros.
     """
@@ -205,7 +205,7 @@ def joint_bwd_kernel(
     ENCODER: tl.constexpr, PREDICTOR: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Programs 0 .. predictor_programs own a column of d_predictor each, the others share the frames of d_encoder;
-    all of them own BLOCK_H features."""
+    all of them own BLOCK_H features.  Reads the tile's d_pre; writes d_encoder, adds to d_predictor."""
     last = tl.minimum(first + tile, tl.load(count_ptr))
     if first >= last:
         return

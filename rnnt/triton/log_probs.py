@@ -92,7 +92,8 @@ def log_probs_fwd_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, TAIL: tl.constexpr, BLOCK_H: tl.constexpr, JOINT_H: tl.constexpr,
 ):  # fmt: skip
     """Owns every P-th block of BLOCK_ROWS packed rows (P programs), and the same rows of hidden_ptr as scratch; reads
-    encoder and predictor states and the output layer, in blocks of BLOCK_V classes and a last one of TAIL.
+    encoder and predictor states and the output layer, in blocks of BLOCK_V classes and a last one of TAIL.  Writes the
+    rows' lse and two log-probabilities.
 
     A single last class (TAIL 1) is scored along with the joint: a matrix product would take as long for it as for 64.
     """

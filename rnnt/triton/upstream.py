@@ -49,7 +49,7 @@ def upstream_kernel(
     upstream_ptr, largest_weight_ptr, scaled_ptr, unit_ptr, state_scale_ptr, state_unit_ptr, utterances, dropout_p,
     FLOAT16: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Owns all utterances."""
+    """Owns all utterances; reads their upstream gradients and, for float16, the largest weight; writes the scales."""
     b = tl.arange(0, BLOCK)
     upstream = tl.load(upstream_ptr + b, mask=b < utterances, other=0.0)
     size = tl.abs(upstream)
