@@ -28,6 +28,8 @@ _GOLDEN: tl.constexpr = tl.constexpr(GOLDEN)
 _MULTIPLY_1: tl.constexpr = tl.constexpr(MULTIPLY_1)
 _MULTIPLY_2: tl.constexpr = tl.constexpr(MULTIPLY_2)
 _SECOND_KEY: tl.constexpr = tl.constexpr(SECOND_KEY)
+_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x LOG2_E), at a third of its instructions
+_LOG2_E_OF_SQUARE: tl.constexpr = tl.constexpr(2 * 1.4426950408889634)
 
 
 @triton.jit
@@ -77,9 +79,9 @@ def activate(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "relu":
         y = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACTIVATION == "sigmoid":
-        y = 1 / (1 + tl.exp(-x))
+        y = 1 / (1 + tl.exp2(-x * _LOG2_E))
     else:
-        y = 1 - 2 / (1 + tl.exp(2 * x))
+        y = 1 - 2 / (1 + tl.exp2(x * _LOG2_E_OF_SQUARE))
     return y
 
 
