@@ -13,6 +13,8 @@ derivative raises RuntimeError.  Graves 2012, arXiv:1211.3711; FastEmit: Yu et a
 Before: the user's model, or modules.py.  After: problem.py, validation.py, backends.py.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -97,7 +99,7 @@ def rnnt_loss(
     chosen = choose(backend, problem)
     if alignment.utterances == 0:
         return _reduce(_no_losses(logits), alignment, reduction)
-    with torch.autocast(logits.device.type, enabled=False):
+    with _without_autocast(logits.device.type):
         return _reduce(chosen.logits_loss(problem), alignment, reduction)
 
 
@@ -157,7 +159,7 @@ def joint_rnnt_loss(
     chosen = choose(backend, problem)
     if problem.alignment.utterances == 0:
         return _reduce(_no_losses(*_joint_inputs(problem)), problem.alignment, reduction)
-    with torch.autocast(problem.device.type, enabled=False):
+    with _without_autocast(problem.device.type):
         return _reduce(chosen.joint_loss(problem), problem.alignment, reduction)
 
 
@@ -194,7 +196,7 @@ def joint_log_probs(
         empty = _no_losses(*_joint_inputs(problem))
         frames, columns = alignment.frames, alignment.columns
         return empty.reshape(0, frames, columns), empty.reshape(0, frames, columns - 1)
-    with torch.autocast(problem.device.type, enabled=False):
+    with _without_autocast(problem.device.type):
         return chosen.joint_log_probs(problem)
 
 
@@ -241,7 +243,7 @@ def rnnt_loss_from_log_probs(
     chosen = choose(backend, problem)
     if utterances == 0:
         return _reduce(_no_losses(logp_blank, logp_label), alignment, reduction)
-    with torch.autocast(logp_blank.device.type, enabled=False):
+    with _without_autocast(logp_blank.device.type):
         return _reduce(chosen.log_probs_loss(problem), alignment, reduction)
 
 
@@ -343,6 +345,10 @@ def _align(
 def _no_losses(*inputs: Tensor) -> Tensor:
     """[0] losses of an empty batch, joined to the inputs so that backward gives them zeros."""
     return torch.cat([x.reshape(-1)[:0].to(loss_dtype(*inputs)) for x in inputs])
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[None]:
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def _reduce(losses: Tensor, alignment: Alignment, reduction: str) -> Tensor:

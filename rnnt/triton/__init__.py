@@ -20,9 +20,10 @@ def _on_its_gpu(entrance: Callable[[Any], Result]) -> Callable[[Any], Result]:
     so does autograd on the way back."""
 
     def entered(problem: Any) -> Result:
-        if torch.compiler.is_compiling() or problem.device.type != "cuda":
+        device = problem.device
+        if torch.compiler.is_compiling() or device.type != "cuda" or device.index == torch.cuda.current_device():
             return entrance(problem)
-        with torch.cuda.device(problem.device):
+        with torch.cuda.device(device):
             return entrance(problem)
 
     return entered

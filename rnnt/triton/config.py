@@ -119,3 +119,11 @@ def ceil_to(n: int, multiple: int) -> int:
 def power_of_2(n: int) -> int:
     """The next one, n included."""
     return 1 << (n - 1).bit_length()
+
+
+def class_blocks(classes: int, block_v: int) -> tuple[int, int]:
+    """How many classes go in whole blocks, and the size of a last, smaller block (0: none; 1: a single class)."""
+    whole, rest = classes // block_v * block_v, classes % block_v
+    if rest > block_v // 2:
+        return whole + block_v, 0
+    return whole, max(power_of_2(rest), 16) if rest > 1 else rest

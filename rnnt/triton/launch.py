@@ -7,9 +7,8 @@ Here it does so once for each kind of arguments; later launches of that kind go 
 import functools
 from typing import Any
 
-import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.runtime import driver
 
 from rnnt.backends import interpreting
 
@@ -37,31 +36,31 @@ class Launch:
         if self.ready is None:
             names = self.kernel.arg_names[len(leading) :]
             self.constants = [self.options[name] for name in names[len(self.arguments) :]]
-            kind = self._kind(names)
+            device = driver.active.get_current_device()
+            kind = self._kind(names, device)
             if kind not in _compiled:
                 _compiled[kind] = self.kernel[self.grid](*leading, *self.arguments, **self.options)
                 return
-            stream = torch.cuda.current_stream().cuda_stream
+            stream = driver.active.get_current_stream(device)
             self.ready = functools.partial(_compiled[kind][self.grid], stream=stream)
         self.ready(*leading, *self.arguments, *self.constants)
 
-    def _kind(self, names: list[str]) -> tuple[Any, ...]:
+    def _kind(self, names: list[str], device: int) -> tuple[Any, ...]:
         """All that Triton compiles a kernel for: launches alike in it run the same code."""
-        plain = self.kernel.do_not_specialize
-        kinds = [_kind(x, name, plain) for x, name in zip(self.arguments, names, strict=False)]
-        return id(self.kernel), torch.cuda.current_device(), *kinds, *self.options.values()
-
-
-def _kind(x: Any, name: str, plain: list[str]) -> Any:
-    """plain: names of integers of which Triton looks at the width alone."""
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if isinstance(x, int):
-        wide = not -(2**31) <= x < 2**31
-        return wide if name in plain else (wide, x == 1, x % 16 == 0)
-    if isinstance(x, TensorDescriptor):
-        return x.base.dtype, *x.block_shape
-    return type(x)  # a float, or None
+        plain = self.kernel.do_not_specialize  # integers of which Triton looks at the width alone
+        kind: list[Any] = [id(self.kernel), device, *self.options.values()]
+        for x, name in zip(self.arguments, names, strict=False):
+            if isinstance(x, Tensor):
+                kind += (x.dtype, x.data_ptr() % 16 == 0)
+            elif isinstance(x, int):
+                kind.append(-(2**31) <= x < 2**31)
+                if name not in plain:
+                    kind += (x == 1, x % 16 == 0)
+            elif hasattr(x, "block_shape"):  # a tensor descriptor, of Triton or of Gluon
+                kind += (x.base.dtype, *x.block_shape)
+            else:
+                kind.append(type(x))  # a float, or None
+        return tuple(kind)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:

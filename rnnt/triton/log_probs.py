@@ -20,12 +20,16 @@ Running maximum and sum: Milakov and Gimelshein 2018, arXiv:1805.02867.  Before:
 backwards output_layer.py.
 """
 
+import functools
+from types import ModuleType
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rnnt.triton.config import cdiv, interpreted_dot, power_of_2, precision
+from rnnt.backends import interpreting
+from rnnt.triton.config import cdiv, class_blocks, interpreted_dot, precision
 from rnnt.triton.joint import locate, write_hidden
 from rnnt.triton.launch import Launch, launch
 from rnnt.triton.operands import Operands, blocks_of
@@ -158,6 +162,18 @@ def forward_programs(x: Operands, tile_rows: int) -> int:
     return min(programs, cdiv(tile_rows, config.block_rows)) if tile_rows else programs
 
 
+@functools.cache
+def resident_kernel(device: torch.device) -> ModuleType | None:
+    """resident.py where it runs: on Hopper, by a Triton (3.5 or newer) that has Gluon."""
+    if interpreting() or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    try:
+        from rnnt.triton import resident
+    except (ImportError, AttributeError):
+        return None
+    return resident
+
+
 def log_probs_fwd(
     x: Operands, tile_rows: int, logp_blank: Tensor, logp_label: Tensor, lse: Tensor, logits: Tensor | None
 ) -> None:
@@ -165,6 +181,10 @@ def log_probs_fwd(
 
     tile_rows: most rows of hidden that exist at once; 0: as many as the chip works on at once.
     """
+    resident = resident_kernel(x.encoder.device)
+    if resident is not None and logits is None and resident.fits(x):
+        resident.log_probs_fwd(x, logp_blank, logp_label, lse)
+        return
     config, device = x.configs.log_probs_fwd, x.encoder.device
     programs = forward_programs(x, tile_rows)
     hidden = torch.empty((programs * config.block_rows, x.padded_features), dtype=x.weight.dtype, device=device)
@@ -185,14 +205,6 @@ def log_probs_fwd(
         JOINT_H=x.configs.joint_fwd.block_h,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-
-
-def class_blocks(classes: int, block_v: int) -> tuple[int, int]:
-    """How many classes go in whole blocks, and the size of a last, smaller block (0: none; 1: a single class)."""
-    whole, rest = classes // block_v * block_v, classes % block_v
-    if rest > block_v // 2:
-        return whole + block_v, 0
-    return whole, max(power_of_2(rest), 16) if rest > 1 else rest
 
 
 @triton.jit

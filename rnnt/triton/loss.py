@@ -11,7 +11,7 @@ Before: backends.py.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,12 @@ def _joint_arguments(problem: JointProblem) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def _watched() -> bool:
+    """Whether something looks at operators, as a compiler or a dispatch mode does: nobody else needs them, and calling
+    what is in them takes the host a third of the time."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
 # The two joint operators, their shared forward and backward passes.
 
 
@@ -86,8 +92,7 @@ def _score(x: Operands, tile_rows: int, keep_logits: bool) -> tuple[Tensor, Tens
     return logp_blank, logp_label, lse, logits
 
 
-@torch.library.custom_op("rnnt::triton_joint_loss", mutates_args=())
-def joint_loss_operator(
+def _loss_forward(
     encoder: Tensor, predictor: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
     targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
     blank: int, rows: int, activation: str, dropout_p: float,
@@ -104,6 +109,9 @@ def joint_loss_operator(
         logp_blank, logp_label, x.offsets, encoder_lengths, target_lengths, x.columns, with_gradient
     )
     return losses, occupancy_blank, occupancy_label, lse, x.offsets, logits
+
+
+joint_loss_operator = torch.library.custom_op("rnnt::triton_joint_loss", _loss_forward, mutates_args=())
 
 
 @joint_loss_operator.register_fake
@@ -124,8 +132,7 @@ def _(
     )
 
 
-@torch.library.custom_op("rnnt::triton_joint_log_probs", mutates_args=())
-def joint_log_probs_operator(
+def _log_probs_forward(
     encoder: Tensor, predictor: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
     targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
     blank: int, rows: int, activation: str, dropout_p: float,
@@ -140,6 +147,9 @@ def joint_log_probs_operator(
     dense_blank = unpack(logp_blank, x.alignment)
     dense_label = unpack(logp_label, x.alignment)[:, :, :-1].contiguous()
     return dense_blank, dense_label, lse, x.offsets, logits
+
+
+joint_log_probs_operator = torch.library.custom_op("rnnt::triton_joint_log_probs", _log_probs_forward, mutates_args=())
 
 
 @joint_log_probs_operator.register_fake
@@ -159,8 +169,7 @@ def _(
     )
 
 
-@torch.library.custom_op("rnnt::triton_joint_bwd", mutates_args=())
-def joint_bwd_operator(
+def _backward(
     encoder: Tensor, predictor: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
     targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
     blank: int, rows: int, activation: str, dropout_p: float,
@@ -241,6 +250,9 @@ def _finished(total: Tensor, unit: Tensor, like: Tensor) -> Tensor:
     return torch.mul(total, unit, out=like.new_empty(total.shape))
 
 
+joint_bwd_operator = torch.library.custom_op("rnnt::triton_joint_bwd", _backward, mutates_args=())
+
+
 @joint_bwd_operator.register_fake
 def _(
     encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
@@ -269,7 +281,8 @@ def _joint_backward(
 ) -> list[Tensor | None]:  # fmt: skip
     """Gradients of the four float inputs."""
     needed = [need and x is not None for need, x in zip(ctx.needs_input_grad[:4], tensors[:4], strict=True)]
-    gradients = joint_bwd_operator(
+    backward: Callable[..., tuple[Tensor, ...]] = joint_bwd_operator if _watched() else _backward
+    gradients = backward(
         *tensors, *ctx.numbers, weight_blank, weight_label, lse, offsets, logits, upstream.float().contiguous(),
         fastemit_lambda, clamp, occupancy_threshold, needed,
     )  # fmt: skip
@@ -296,10 +309,11 @@ class _JointLoss(torch.autograd.Function):
     """The operator with its derivative, at a third of the host's time that an operator's own derivative takes."""
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        return joint_loss_operator(*arguments)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        results = (joint_loss_operator if _watched() else _loss_forward)(*arguments)
+        _joint_loss_context(ctx, arguments, results)
+        return results
 
-    setup_context = staticmethod(_joint_loss_context)
     backward = staticmethod(_joint_loss_backward)
 
 
@@ -328,8 +342,9 @@ joint_log_probs_operator.register_autograd(_joint_log_probs_backward, setup_cont
 
 class _JointLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        return joint_log_probs_operator(*arguments)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        results = (joint_log_probs_operator if _watched() else _log_probs_forward)(*arguments)
+        _joint_log_probs_context(ctx, arguments, results)
+        return results
 
-    setup_context = staticmethod(_joint_log_probs_context)
     backward = staticmethod(_joint_log_probs_backward)
