@@ -51,7 +51,7 @@ $(VENV)/pyvenv.cfg:
 
 # The tests cover the example, and mypy reads the types of all that is installed.
 $(VENV)/example.installed: extras := example
-$(VENV)/test.installed: extras := test,example
+$(VENV)/test.installed: extras := test,example,transformers
 $(VENV)/lint.installed: extras := test,example,lint
 
 $(VENV)/%.installed: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
