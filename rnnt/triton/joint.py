@@ -295,15 +295,18 @@ def column_bwd(
             t_begin = tl.maximum(first_frame - b * frames, 0)
             t_end = tl.minimum(last_frame - b * frames + 1, (tl.load(offsets_ptr + b + 1) - offset) // own_columns)
             total = tl.zeros([BLOCK_ROWS, BLOCK_H], tl.float32)
-            for t in range(t_begin, t_end, BLOCK_ROWS):
-                offs_t = t + tl.arange(0, BLOCK_ROWS)
-                row = offset + offs_t * own_columns + u
-                inside = offs_t < t_end
-                slot = tl.load(slot_ptr + row, mask=inside, other=0).to(tl.int64)
-                after = tl.load(slot_ptr + row + 1, mask=inside, other=0).to(tl.int64)
+            row = offset + (t_begin + tl.arange(0, BLOCK_ROWS)) * own_columns + u
+            row_end = offset + t_end * own_columns
+            slot = tl.load(slot_ptr + row, mask=row < row_end, other=0).to(tl.int64)
+            after = tl.load(slot_ptr + row + 1, mask=row < row_end, other=0).to(tl.int64)
+            for _ in range(t_begin, t_end, BLOCK_ROWS):
                 live = (after > slot) & (slot >= first) & (slot < last)
                 offs = (slot - first)[:, None] * padded_features + offs_h[None, :]
-                total += tl.load(d_pre_ptr + offs, mask=live[:, None] & mask_h[None, :], other=0.0).to(tl.float32)
+                d_pre = tl.load(d_pre_ptr + offs, mask=live[:, None] & mask_h[None, :], other=0.0)
+                row += BLOCK_ROWS * own_columns  # the next block's slots are on their way meanwhile
+                slot = tl.load(slot_ptr + row, mask=row < row_end, other=0).to(tl.int64)
+                after = tl.load(slot_ptr + row + 1, mask=row < row_end, other=0).to(tl.int64)
+                total += d_pre.to(tl.float32)
             out_ptr = d_predictor_ptr + (b * columns + u) * features + offs_h
             tl.store(out_ptr, tl.load(out_ptr, mask=mask_h, other=0.0) + tl.sum(total, axis=0), mask=mask_h)
 
