@@ -46,8 +46,7 @@ def keep_under_keys(key_1: Tensor, key_2: Tensor, features: int, dropout_p: floa
     x = x ^ (x >> 16)
     x = (x * MULTIPLY_1) & MASK32
     x = x ^ (x >> 15)
-    x = ((x + key_2[..., None]) * MULTIPLY_2) & MASK32
-    x = x ^ (x >> 16)
+    x = ((x + key_2[..., None]) * MULTIPLY_2) & MASK32  # its high bits are mixed, and these decide
     return x >= drop_threshold(dropout_p)
 
 

@@ -70,7 +70,6 @@ def keep_mask(seed_ptr, row, h, drop_threshold):
     x = x * _MULTIPLY_1
     x = x ^ (x >> 15)
     x = (x + key_2[:, None]) * _MULTIPLY_2
-    x = x ^ (x >> 16)
     return x >= drop_threshold.to(tl.uint32)
 
 
@@ -118,11 +117,12 @@ def write_hidden(
     x = tl.load(encoder_rows + (offs_h * encoder_stride_h)[None, :], mask=mask, other=0.0)  # [rows, BLOCK_H]
     y = tl.load(predictor_rows + (offs_h * predictor_stride_h)[None, :], mask=mask, other=0.0)
     product = tl.zeros(row.shape, tl.float32)
+    scale = 1 / (1 - dropout_p)
     for _ in range(0, padded_features, BLOCK_H):
         hidden = activate(x.to(tl.float32) + y.to(tl.float32), ACTIVATION)
         if DROPOUT:
             keep = keep_mask(seed_ptr, row, offs_h, drop_threshold)
-            hidden = tl.where(keep, hidden / (1 - dropout_p), 0.0)
+            hidden = tl.where(keep, hidden * scale, 0.0)
         if ACTIVATION == "sigmoid":  # the others are 0 at 0
             hidden = tl.where(mask, hidden, 0.0)
         hidden = hidden.to(hidden_ptr.dtype.element_ty)

@@ -63,14 +63,14 @@ def load_states(
 
 @gluon.jit
 def write_slice(
-    x, y, hidden, product, class_ptr, seed_ptr, row, offs_h, features, dropout_p, drop_threshold,
+    x, y, hidden, product, class_ptr, seed_ptr, row, offs_h, features, dropout_scale, drop_threshold,
     ACTIVATION: gl.constexpr, DROPOUT: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """Write hidden of encoder states x and predictor states y [rows, BLOCK_H] to shared memory, and return product plus
     its share of the product with one class's weights (TAIL)."""
     value = activate(x.to(gl.float32) + y.to(gl.float32), ACTIVATION)
     if DROPOUT:
-        value = gl.where(keep_mask(seed_ptr, row, offs_h, drop_threshold), value / (1 - dropout_p), 0.0)
+        value = gl.where(keep_mask(seed_ptr, row, offs_h, drop_threshold), value * dropout_scale, 0.0)
     rounded = value.to(hidden.dtype)
     hidden.store(rounded)
     fence_async_shared()  # the tensor cores read shared memory past the threads' view of it
@@ -190,12 +190,13 @@ def log_probs_fwd_resident_kernel(
         encoder_stride_b, encoder_stride_t, predictor_stride_b, predictor_stride_u, utterances, search_steps, labels,
     )  # fmt: skip
     product = gl.zeros([BLOCK_ROWS], gl.float32, row_layout)
+    dropout_scale = 1 / (1 - dropout_p)
     for slice_h in range(SLICES):
         offs_h = slice_h * BLOCK_H + offs_slice
         x, y = load_states(encoder_rows, predictor_rows, offs_h, encoder_stride_h, predictor_stride_h, features, RAGGED)
         product = write_slice(
             x, y, hidden.index(slice_h), product, class_ptr, seed_ptr, row, offs_h, features,
-            dropout_p, drop_threshold, ACTIVATION, DROPOUT, TAIL,
+            dropout_scale, drop_threshold, ACTIVATION, DROPOUT, TAIL,
         )  # fmt: skip
 
     done = 0
@@ -258,7 +259,7 @@ def log_probs_fwd_resident_kernel(
             )
             product = write_slice(
                 x, y, hidden.index(slice_h - 1), product, class_ptr, seed_ptr, row, offs_h, features,
-                dropout_p, drop_threshold, ACTIVATION, DROPOUT, TAIL,
+                dropout_scale, drop_threshold, ACTIVATION, DROPOUT, TAIL,
             )  # fmt: skip
         offs_h = (SLICES - 1) * BLOCK_H + offs_slice
         x, y = load_states(encoder_rows, predictor_rows, offs_h, encoder_stride_h, predictor_stride_h, features, RAGGED)
@@ -266,7 +267,7 @@ def log_probs_fwd_resident_kernel(
         barrier()  # all warps are done with the last slice
         product = write_slice(
             x, y, hidden.index(SLICES - 1), product, class_ptr, seed_ptr, row, offs_h, features,
-            dropout_p, drop_threshold, ACTIVATION, DROPOUT, TAIL,
+            dropout_scale, drop_threshold, ACTIVATION, DROPOUT, TAIL,
         )  # fmt: skip
         offs_v = last_classes + gl.arange(0, BLOCK_V, gl.SliceLayout(0, by_product))
         highest_log2, total, blank_logit, label_logit = reduce_classes(
