@@ -3,7 +3,8 @@
 `RNNTJointLoss` owns the output layer (and the two projections when their feature sizes are given), so that autocast,
 DistributedDataParallel and FSDP see one ordinary module whose forward uses its own parameters.  Put it inside the
 module that is wrapped: a loss called on raw weights outside the wrapper's forward would leave their gradients unshared
-among ranks.  After: api.py.
+among ranks.  FSDP2's fully_shard takes it as one unit, alone or with the modules around it (docs/distributed.md): the
+forward reads the output layer's weight without calling that layer, whose own unit would not gather it.  After: api.py.
 """
 
 import torch

@@ -116,6 +116,11 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
 def check_float(name: str, x: Any, dims: tuple[str, ...], device: torch.device | None = None) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor [{', '.join(dims)}], got {type(x).__name__}")
+    if hasattr(x, "full_tensor"):  # importing DTensor to ask for it would take a second
+        raise TypeError(
+            f"{name}: expected a plain tensor, got a sharded one (DTensor); call fully_shard on RNNTJointLoss or on a "
+            "module around it, not on its output layer, and call the loss within that module's forward"
+        )
     if x.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {x.dtype}")
     if x.dim() != len(dims):

@@ -22,9 +22,8 @@ def recording(text):
     return np.concatenate([np.sin(2 * np.pi * TONES[letter] * time) for letter in text])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tones")
+def tones(folder):
+    """Recordings of made-up words with their transcript, in the folder."""
     rng = np.random.default_rng(0)
     lines = []
     for number in range(40):
@@ -33,6 +32,11 @@ def folder(tmp_path_factory):
         lines.append(f"{number}: {text}\n")
     (folder / "transcript.txt").write_text("".join(lines))
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tones(tmp_path_factory.mktemp("tones"))
 
 
 @pytest.fixture(scope="module")

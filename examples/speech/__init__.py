@@ -7,9 +7,11 @@
     model      features, labels -> loss        (the loss: rnnt.RNNTJointLoss)
     decode     audio, piece by piece -> text
     metrics    text, reference -> error rates
+    ranks      the processes of a run under torchrun
+    gradients  batch -> gradients, summed over processes; or "does not fit in memory"
     trainer    steps, schedule, evaluation
     checkpoint what a run needs to continue, in a file
     report     loss curve, alignment picture, sample sentences
 
-Commands: `python -m examples.speech.fetch`, `.train` and `.decode`.
+Commands: `python -m examples.speech.fetch`, `.train` (also under torchrun) and `.decode`.
 """

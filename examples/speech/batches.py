@@ -38,6 +38,11 @@ class Batch(NamedTuple):
     targets: Tensor  # [B, U]
     target_lengths: Tensor  # [B]
 
+    @property
+    def characters(self) -> float:
+        """What the loss per character is divided by: an utterance without labels counts as one."""
+        return float(self.target_lengths.clamp(min=1).sum())
+
 
 def prepare(
     utterances: Sequence[Utterance], extractor: LogMel, alphabet: Alphabet, device: torch.device, fit: bool = False
@@ -93,10 +98,23 @@ def collate(examples: Sequence[Example]) -> Batch:
     )
 
 
+def share(batch: Batch, rank: int, ranks: int) -> Batch:
+    """Process `rank`'s utterances of a batch, every `ranks`-th, without padding that only the others need.
+
+    Neighbours in a batch are of similar length, so that shares take about the same time.  Empty where there are fewer
+    utterances than processes.
+    """
+    mine = Batch(*(x[rank::ranks] for x in batch))
+    if len(mine.features) == 0:
+        return mine
+    frames, labels = int(mine.feature_lengths.max()), int(mine.target_lengths.max())
+    return mine._replace(features=mine.features[:, :frames], targets=mine.targets[:, :labels])
+
+
 def mask(batch: Batch, bands: int = 8, frames: int = 20) -> Batch:
     """The batch with one random stripe of up to `bands` bands and one of up to `frames` frames set to the mean.
 
-    The same stripes for all utterances of the batch; drawn from torch's CPU generator, so that checkpoints cover it.
+    The same stripes for all utterances of the batch; drawn from torch's CPU generator, which all processes seed alike.
     """
     features = batch.features.clone()
     for axis, widest in ((2, bands), (1, min(frames, batch.features.shape[1] // 4))):

@@ -2,7 +2,8 @@
 
 Without arguments: English telephone prompts (`python -m examples.speech.fetch` gets them), two and a half minutes.
 The run's folder receives `last.pt` and `best.pt` (lowest held-out CER) at every evaluation, and `log.json` and
-`report.png`.  Before: fetch.py.  After: `python -m examples.speech.decode FOLDER/best.pt some.wav`.
+`report.png`.  On several GPUs: `torchrun --nproc-per-node 2 -m examples.speech.train`; --batch is what they share.
+Before: fetch.py.  After: `python -m examples.speech.decode FOLDER/best.pt some.wav`.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 import rnnt
-from examples.speech import checkpoint
+from examples.speech import checkpoint, ranks
 from examples.speech.data import CORPORA, load
 
 try:
@@ -47,30 +48,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> Trainer:
-    """Load the data, train, and write the run's folder."""
+    """Load the data, train, and write the run's folder (under torchrun, process 0 does)."""
     resumed = checkpoint.read(options.resume) if options.resume else None
     settings = _settings(options, resumed)
+    ranks.join(settings.device)
     _check_device(settings.device)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     corpus = load(settings.corpus, options.data, settings.max_seconds, options.skip_bad)
     settings = replace(settings, corpus=corpus.name)
-    print(corpus.summary())
+    if ranks.rank() == 0:
+        print(corpus.summary())
     trainer = Trainer(settings, corpus, resumed)
     out = options.out or Path("runs") / f"{corpus.name}-{settings.backend}-{settings.dtype}-{settings.seed}"
-    out.mkdir(parents=True, exist_ok=True)
+    if ranks.rank() == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        print(_description(trainer))
+    trainer.train(evaluated=lambda: _save(trainer, out))
+    if ranks.rank() == 0:
+        trainer.write_log(out / "log.json")
+        report.draw(trainer, out / "report.png")
+        print(report.sentences(trainer))
+        print(f"wrote {', '.join(str(out / name) for name in ('last.pt', 'best.pt', 'log.json', 'report.png'))}")
+    ranks.leave()
+    return trainer
+
+
+def _description(trainer: Trainer) -> str:
+    settings = trainer.settings
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-    print(
+    processes = f" x {ranks.count()} processes" if ranks.count() > 1 else ""
+    return (
         f"{parameters / 1e6:.2f} M parameters, {settings.predictor} predictor, {len(trainer.alphabet)} symbols; "
-        f"backend {settings.backend} on {settings.device}, {settings.dtype}; "
+        f"backend {settings.backend} on {settings.device}{processes}, {settings.dtype}; "
         f"first calls {trainer.first_calls_seconds:.1f} s"
     )
-    trainer.train(evaluated=lambda: _save(trainer, out))
-    trainer.write_log(out / "log.json")
-    report.draw(trainer, out / "report.png")
-    print(report.sentences(trainer))
-    print(f"wrote {', '.join(str(out / name) for name in ('last.pt', 'best.pt', 'log.json', 'report.png'))}")
-    return trainer
 
 
 def _save(trainer: Trainer, out: Path) -> None:
@@ -150,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         help="budget in passes over the data; with --minutes the first to be reached ends the run",
     )
-    add("--batch", type=int, help="utterances (12)")
+    add("--batch", type=int, help="utterances, of all processes together (12)")
     add("--lr", type=float, help="peak learning rate (1e-3)")
     add("--warmup", type=int, help="steps to reach it (60)")
     add("--mask", action=argparse.BooleanOptionalAction, help="hide stripes of bands and frames: for long runs (off)")

@@ -4,9 +4,10 @@
     rate      lr x min(1, (step + 1) / warm-up) x (1 in the first half of the budget, then half a cosine to 0)
 
 The clock of `minutes` runs during training steps only: it excludes evaluation and the first two calls, in which a
-backend may compile.  All random numbers follow from the seed; a checkpoint holds the generators' states, the place in
-the epoch and the clock, so that a run given in epochs and resumed continues as if it had never stopped.
-Before: batches.py, model.py.  After: report.py.
+backend may compile.  All random numbers follow from the seed and the step (dropout's from the process as well); a
+checkpoint holds the place in the epoch and the clock, so that a run given in epochs and resumed continues as if it had
+never stopped.  It holds nothing of the number of processes (ranks.py): a run may be resumed on any other.
+Before: batches.py, model.py, gradients.py.  After: report.py.
 """
 
 import json
@@ -18,20 +19,22 @@ import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 import rnnt
+from examples.speech import ranks
 from examples.speech.batches import Batch, collate, epoch_order, mask, prepare
 from examples.speech.data import Corpus
 from examples.speech.decode import decode_batch
 from examples.speech.features import LogMel, top_frequency
+from examples.speech.gradients import Gradients, seed_of
 from examples.speech.metrics import character_error_rate, word_error_rate
 from examples.speech.model import Alphabet, Transducer
 
+LEFT_OUT_AT_MOST = 10  # batches in a row that do not fit in memory
 DECODE_BATCH = 128  # utterances; greedy search costs about as much for many as for one
 
 
@@ -93,18 +96,18 @@ class Trainer:
             tile_rows=settings.tile_rows,
         ).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), settings.lr, fused=self.device.type == "cuda")
+        self.gradients = Gradients(self.model, settings.dtype)
         self.step = self.epoch = self.position = 0  # position: batches of this epoch that are done
         self.seconds = 0.0
         self._order = self._epoch_order()
         self.losses: list[float] = []  # of every step, nats per character
+        self.left_out: list[int] = []  # steps before which a batch was left out that did not fit in memory
         self.evaluations: list[dict[str, float]] = []
 
         started = time.perf_counter()
         for indices in (self._order[0], self._order[-1]):  # shortest and longest: memory must suffice for these
-            self._backward(self._batch(indices))
-            self.optimizer.zero_grad()
+            self.gradients.backward(self._batch(indices))
         self.first_calls_seconds = time.perf_counter() - started
-        torch.manual_seed(settings.seed)
         if checkpoint:
             self._restore(checkpoint)
         if self.device.type == "cuda":
@@ -123,19 +126,21 @@ class Trainer:
         return max(by_epochs, by_minutes)
 
     def train(self, evaluated: Callable[[], None] = lambda: None, stop_at_step: int | None = None) -> None:
-        """Train until the budget is used; `evaluated` is called after each evaluation, for checkpoints."""
+        """Train until the budget is used; process 0 evaluates and then calls `evaluated`, for checkpoints."""
         count = self.settings.evaluations
         done = int(self.progress * count)
         layout = "{percentage:3.0f}%|{bar:20}| {elapsed} {postfix}"
-        with tqdm(total=100, disable=None, leave=False, bar_format=layout) as bar:
+        first = ranks.rank() == 0
+        with tqdm(total=100, disable=None if first else True, leave=False, bar_format=layout) as bar:
             while self.progress < 1 and self.step != stop_at_step:
                 self._step()
                 due = min(count, int(self.progress * count))
                 if due > done:
                     done = due
-                    self._evaluate()
-                    tqdm.write(self.status())
-                    evaluated()
+                    if first:
+                        self._evaluate()
+                        tqdm.write(self.status())
+                        evaluated()
                 bar.n = min(100.0, 100 * self.progress)
                 bar.set_postfix_str(self._bar_text(), refresh=False)
                 bar.update(0)
@@ -164,7 +169,6 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Everything needed to continue, or to recognise speech, as tensors and plain values."""
-        cuda = self.device.type == "cuda"
         return {
             "settings": asdict(self.settings),
             "corpus": self.corpus.name,
@@ -176,10 +180,9 @@ class Trainer:
             },
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state(self.device) if cuda else None,
             "clock": {"step": self.step, "epoch": self.epoch, "position": self.position, "seconds": self.seconds},
             "losses": self.losses,
+            "left_out": self.left_out,
             "evaluations": self.evaluations,
         }
 
@@ -193,25 +196,25 @@ class Trainer:
                 "python": platform.python_version(),
                 "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine(),
                 "threads": torch.get_num_threads(),
+                "processes": ranks.count(),
             },
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "first_calls_seconds": self.first_calls_seconds,
             "evaluations": self.evaluations,
             "losses": self.losses,
+            "left_out": self.left_out,
         }
         path.write_text(json.dumps(log, indent=1))
 
     def _restore(self, checkpoint: dict[str, Any]) -> None:
         self.model.load_state_dict(checkpoint["model"])
         self.optimizer.load_state_dict(checkpoint["optimizer"])
-        torch.set_rng_state(checkpoint["rng"])
-        if self.device.type == "cuda" and checkpoint["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(checkpoint["cuda_rng"], self.device)
         clock = checkpoint["clock"]
         self.step, self.epoch, self.position = clock["step"], clock["epoch"], clock["position"]
         self.seconds = clock["seconds"]
         self._order = self._epoch_order()
         self.losses = list(checkpoint["losses"])
+        self.left_out = list(checkpoint.get("left_out", ()))
         self.evaluations = list(checkpoint["evaluations"])
 
     def _epoch_order(self) -> list[list[int]]:
@@ -220,32 +223,36 @@ class Trainer:
     def _batch(self, indices: list[int]) -> Batch:
         return collate([self.train_set[index] for index in indices])
 
-    def _backward(self, batch: Batch) -> Tensor:
-        """The batch's loss, with its gradients added to the parameters'."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bf16"):
-            loss = self.model(*batch)
-        loss.backward()
-        return cast(Tensor, loss.detach())
-
     def _step(self) -> None:
-        """One update of the parameters."""
+        """One update of the parameters; or none, when the batch does not fit in memory."""
         started = time.perf_counter()
+        torch.manual_seed(seed_of(self.settings.seed, self.step))
         batch = self._batch(self._order[self.position])
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.lr * self._rate()
-        loss = self._backward(mask(batch) if self.settings.mask else batch)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.losses.append(loss.item())
-        if not math.isfinite(self.losses[-1]):
-            raise FloatingPointError(f"the loss became {self.losses[-1]} at step {self.step}; try a lower --lr")
-        self.step += 1
+        if self.settings.mask:
+            batch = mask(batch)
+        loss = self.gradients.compute(batch, self.settings.seed, self.step)
+        if loss is None:
+            self.left_out.append(self.step)
+            if self.left_out.count(self.step) == LEFT_OUT_AT_MOST:
+                raise torch.OutOfMemoryError(f"{LEFT_OUT_AT_MOST} batches in a row did not fit in memory")
+        else:
+            self._update(loss)
         self.position += 1
         if self.position == len(self._order):
             self.epoch, self.position = self.epoch + 1, 0
             self._order = self._epoch_order()
-        self.seconds += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self.seconds += ranks.of_first(seconds, self.device) if self.settings.minutes else seconds
+
+    def _update(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss became {loss} at step {self.step}; try a lower --lr")
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.lr * self._rate()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.losses.append(loss)
+        self.step += 1
 
     def _rate(self) -> float:
         decay = 1.0 if self.progress < 0.5 else 0.5 + 0.5 * math.cos(math.pi * (2 * self.progress - 1))
@@ -260,10 +267,10 @@ class Trainer:
             {
                 "step": self.step,
                 "seconds": self.seconds,
-                "loss": sum(losses) / len(losses),  # nats per character, mean since the last evaluation
+                "loss": sum(losses) / len(losses) if losses else math.nan,  # mean since the last evaluation
                 "cer": character_error_rate(texts, decoded),
                 "wer": word_error_rate(texts, decoded),
-                "step_ms": 1000 * (self.seconds - before["seconds"]) / len(losses),
+                "step_ms": 1000 * (self.seconds - before["seconds"]) / max(1, len(losses)),
                 "peak_mib": self._peak_mib(),
             }
         )
@@ -280,7 +287,7 @@ class Trainer:
         return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
 
     def _bar_text(self) -> str:
-        recent = self.losses[-20:]
+        recent = self.losses[-20:] or [math.nan]
         cer = f"CER {self.evaluations[-1]['cer']:.1%}, " if self.evaluations else ""
         step_ms = 1000 * self.seconds / max(1, self.step)
         return f"loss {sum(recent) / len(recent):.3f}, {cer}{step_ms:.0f} ms a step, peak {self._peak_mib():.0f} MiB"
