@@ -44,6 +44,17 @@ def render(runs: list[dict[str, Any]]) -> str:
     return "\n\n".join([*parts, NOTE]) + "\n"
 
 
+def insert(document: Path, text: str) -> bool:
+    """Replace what stands between a document's markers; False, with a message: it has none."""
+    before, begin, rest = document.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        print(f"{document}: expected the markers {BEGIN} and {END}", file=sys.stderr)
+        return False
+    document.write_text(f"{before}{BEGIN}\n{text}{END}{after}")
+    return True
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.table", description=__doc__.partition("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN.json")
@@ -53,13 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.readme is None:
         print(text, end="")
         return 0
-    before, begin, rest = options.readme.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        print(f"{options.readme}: expected the markers {BEGIN} and {END}", file=sys.stderr)
-        return 1
-    options.readme.write_text(f"{before}{BEGIN}\n{text}{END}{after}")
-    return 0
+    return 0 if insert(options.readme, text) else 1
 
 
 if __name__ == "__main__":
