@@ -1,6 +1,7 @@
 """Hand-written Triton kernels: joint, scores, recursion and their gradients, fused so that intermediates stay on chip.
 
-For NVIDIA GPUs of compute capability 8.0 or newer; at tiny sizes, in Triton's interpreter on the CPU.
+For NVIDIA GPUs of compute capability 8.0 or newer; at tiny sizes, in Triton's interpreter on the CPU.  On Hopper the
+forward pass has a kernel of its own (resident.py).
 float16, bfloat16 and float32.  tile_rows is rounded up to whole blocks of rows (at most 128).
 """
 
