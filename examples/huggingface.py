@@ -2,7 +2,7 @@
 
 A ParakeetForRNNT with random weights learns to spell synthetic utterances (or given ones, --data) for 50 steps.  With
 --loss both it does so twice from the same weights on the same batches, and the two curves are printed side by side; the
-folder --out receives curves.json and curves.png.  Needs `pip install 'rnnt[transformers]' matplotlib`.
+folder --out receives curves.json and curves.png.  Needs `pip install '.[transformers]' matplotlib`.
 
 transformers computes the model's own loss with torchaudio.  Where that is not installed, the same dense scores go
 through `rnnt.rnnt_loss`, which is named in the output.
@@ -39,7 +39,7 @@ try:
 
     from rnnt.contrib.transformers import use_rnnt
 except ImportError as missing:
-    raise ImportError(f"{missing}; install: pip install 'rnnt[transformers]' matplotlib") from missing
+    raise ImportError(f"{missing}; install: pip install '.[transformers]' matplotlib") from missing
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -51,9 +51,18 @@ Utterance = dict[str, Tensor]  # input_features [frames, mel bins], labels [U]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    utterances = _load(options.data) if options.data else synthetic(options.utterances, options.seed)
-    names = ("own", "rnnt") if options.loss == "both" else (options.loss,)
-    runs = {name: train(name, utterances, options) for name in names}
+    try:
+        for name in ("steps", "batch", "accumulation", "utterances"):
+            if getattr(options, name) < 1:
+                raise ValueError(f"--{name}: expected a number >= 1, got {getattr(options, name)}")
+        if options.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device: expected a device that torch can use here, got 'cuda'")
+        utterances = _load(options.data) if options.data else synthetic(options.utterances, options.seed)
+        names = ("own", "rnnt") if options.loss == "both" else (options.loss,)
+        runs = {name: train(name, utterances, options) for name in names}
+    except (OSError, ValueError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     report(runs, options)
     return 0
 

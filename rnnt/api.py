@@ -31,6 +31,7 @@ from rnnt.problem import (
     check_clamp,
     check_dropout,
     check_fastemit,
+    check_flag,
     check_float,
     check_integers,
     check_name,
@@ -92,7 +93,7 @@ def rnnt_loss(
     problem = LogitsProblem(
         logits=differentiable_once(logits)[0],
         alignment=alignment,
-        log_softmax=bool(fused_log_softmax),
+        log_softmax=check_flag("fused_log_softmax", fused_log_softmax),
         fastemit_lambda=check_fastemit(fastemit_lambda),
         clamp=check_clamp(clamp),
     )
@@ -313,6 +314,7 @@ def _align(
     blank: int, classes: int | None, validate: bool,
 ) -> Alignment:  # fmt: skip
     """Check the integer inputs and bring them to the anchor's device, contiguous and int64."""
+    check_flag("validate", validate)
     check_integers("targets", targets, ("B", "U"))
     check_integers(lengths_name, encoder_lengths, ("B",))
     check_integers("target_lengths", target_lengths, ("B",))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 class _Raise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, _anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, *_inputs: Tensor) -> Tensor:
         return gradient.view_as(gradient)
 
     @staticmethod
@@ -34,7 +34,7 @@ class _Once(torch.autograd.Function):
         if not torch.is_grad_enabled():  # no create_graph=True
             return gradients
         inputs = ctx.saved_tensors
-        return tuple(None if g is None else _Raise.apply(g, x) for g, x in zip(gradients, inputs, strict=True))
+        return tuple(None if g is None else _Raise.apply(g, *inputs) for g in gradients)  # each depends on all of them
 
 
 def differentiable_once(*inputs: Tensor) -> list[Tensor]:

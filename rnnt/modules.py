@@ -17,9 +17,13 @@ from rnnt.problem import (
     REDUCTIONS,
     check_blank,
     check_clamp,
+    check_count,
     check_dropout,
     check_fastemit,
+    check_flag,
+    check_integer,
     check_name,
+    check_number,
     check_tile_rows,
 )
 
@@ -43,11 +47,11 @@ class RNNTLoss(nn.Module):
         super().__init__()
         check_name("reduction", reduction, REDUCTIONS)
         check_name("backend", backend, (*NAMES, "auto"))
-        self.blank = blank
-        self.clamp = clamp
+        self.blank = check_integer("blank", blank)
+        self.clamp = check_number("clamp", clamp)
         self.reduction = reduction
-        self.fused_log_softmax = fused_log_softmax
-        self.fastemit_lambda = fastemit_lambda
+        self.fused_log_softmax = check_flag("fused_log_softmax", fused_log_softmax)
+        self.fastemit_lambda = check_fastemit(fastemit_lambda)
         self.backend = backend
 
     def forward(self, logits: Tensor, targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor) -> Tensor:
@@ -63,6 +67,9 @@ class RNNTLoss(nn.Module):
             fastemit_lambda=self.fastemit_lambda,
             backend=self.backend,
         )
+
+    def extra_repr(self) -> str:
+        return f"blank={self.blank}, reduction={self.reduction!r}, backend={self.backend!r}"
 
 
 class RNNTJointLoss(nn.Module):
@@ -103,6 +110,13 @@ class RNNTJointLoss(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        for name, size in (
+            ("joint_features", joint_features),
+            ("encoder_features", encoder_features),
+            ("predictor_features", predictor_features),
+        ):
+            if size is not None:
+                check_count(name, size)
         check_name("activation", activation, ACTIVATIONS)
         check_name("reduction", reduction, REDUCTIONS)
         check_name("backend", backend, (*NAMES, "auto"))
@@ -115,7 +129,7 @@ class RNNTJointLoss(nn.Module):
         self.backend = backend
         self.tile_rows = check_tile_rows(tile_rows)
         self.occupancy_threshold = occupancy_threshold
-        self.validate = validate
+        self.validate = check_flag("validate", validate)
         self.encoder_projection: nn.Module = nn.Identity()
         self.predictor_projection: nn.Module = nn.Identity()
         if encoder_features is not None:

@@ -113,14 +113,18 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
     return dtype
 
 
+def _check_plain(name: str, x: Tensor) -> None:
+    if hasattr(x, "full_tensor"):  # importing DTensor to ask for it would take a second
+        raise TypeError(
+            f"{name}: expected a plain tensor, got a distributed one (DTensor); call fully_shard on RNNTJointLoss or "
+            "on a module around it, not on its output layer, and call the loss within that module's forward"
+        )
+
+
 def check_float(name: str, x: Any, dims: tuple[str, ...], device: torch.device | None = None) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor [{', '.join(dims)}], got {type(x).__name__}")
-    if hasattr(x, "full_tensor"):  # importing DTensor to ask for it would take a second
-        raise TypeError(
-            f"{name}: expected a plain tensor, got a sharded one (DTensor); call fully_shard on RNNTJointLoss or on a "
-            "module around it, not on its output layer, and call the loss within that module's forward"
-        )
+    _check_plain(name, x)
     if x.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {x.dtype}")
     if x.dim() != len(dims):
@@ -132,6 +136,7 @@ def check_float(name: str, x: Any, dims: tuple[str, ...], device: torch.device |
 def check_integers(name: str, x: Any, dims: tuple[str, ...]) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected an int32 or int64 tensor [{', '.join(dims)}], got {type(x).__name__}")
+    _check_plain(name, x)
     if x.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: expected int32 or int64, got {x.dtype}")
     if x.dim() != len(dims):
@@ -154,6 +159,24 @@ def check_number(name: str, value: Any) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{name}: expected a finite number, got {value}")
     return float(value)
+
+
+def check_flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+    return value
+
+
+def check_integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    return value
+
+
+def check_count(name: str, value: Any) -> int:
+    if check_integer(name, value) < 1:
+        raise ValueError(f"{name}: expected an int >= 1, got {value}")
+    return int(value)
 
 
 def check_fastemit(value: Any) -> float:
@@ -201,8 +224,7 @@ def check_blank(blank: Any, classes: int) -> int:
     """Index of the blank in [0, V)."""
     if isinstance(classes, bool) or not isinstance(classes, int) or classes < 1:
         raise ValueError(f"vocab_size: expected an int >= 1, got {classes!r}")
-    if isinstance(blank, bool) or not isinstance(blank, int):
-        raise TypeError(f"blank: expected an int, got {type(blank).__name__}")
+    check_integer("blank", blank)
     if not -classes <= blank < classes:
         raise ValueError(f"blank: expected an index in [{-classes}, {classes}), got {blank}")
     return blank % classes

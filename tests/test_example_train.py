@@ -170,6 +170,24 @@ def test_resume_command(finished, folder, tmp_path, capsys):
     assert "--seed: expected 0" in capsys.readouterr().err
 
 
+def test_resumed_run_goes_on_in_its_folder(finished, folder, tmp_path):
+    for name in ("last.pt", "log.json"):
+        (tmp_path / name).write_bytes((finished / name).read_bytes())
+    assert train.main(["--data", str(folder), "--resume", str(tmp_path / "last.pt"), "--epochs", "3"]) == 0
+    before, after = (json.loads((x / "log.json").read_text())["losses"] for x in (finished, tmp_path))
+    assert len(after) > len(before)
+
+
+def test_another_run_gets_another_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = Settings(corpus="folder", backend="reference", epochs=1)
+    names = ["folder-reference-fp32-0", "folder-reference-fp32-0-2", "folder-reference-fp32-0-3"]
+    for name in names:
+        path = train._new_folder(settings)
+        assert path == Path("runs") / name
+        path.mkdir(parents=True)
+
+
 def test_resume_with_other_data(finished, folder, tmp_path, capsys):
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

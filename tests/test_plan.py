@@ -15,7 +15,7 @@ import rnnt
 from rnnt.__main__ import main
 from rnnt.bench.peak import peak_bytes
 from rnnt.plan import parts_of, problem_of
-from tests.support import on_gpu
+from tests.support import assert_same_bits, on_gpu, ragged, results
 
 TOLERANCE = 0.15
 BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
@@ -105,6 +105,15 @@ def test_plan():
     untiled = rnnt.plan(32, 400, 128, 1024, 640, backend="compiled", device="cuda", tile_rows=None)
     assert untiled.tile_rows is None
     assert untiled.peak_bytes > plan.dense_bytes
+
+
+def test_tiles_larger_than_the_lattice_take_no_more():
+    """tile_rows far beyond the lattice: a tile of its size."""
+    lattice = 2, 300, 300, 5, 6
+    fitting, huge = (rnnt.plan(*lattice, backend="compiled", device="cuda", tile_rows=n) for n in (2**18, 10**12))
+    assert huge.peak_bytes == fitting.peak_bytes
+    batch = ragged(2, 4, 2, 5, 6).cast(torch.float32)
+    assert_same_bits(*(results(batch, backend="compiled", tile_rows=n) for n in (2**63 - 1, 2**16)))
 
 
 def test_auto_takes_what_the_loss_would():

@@ -82,4 +82,4 @@ def test_details_of_sharding(ranks, place):
     assert [found["bias"] for found in ranks] == [513, 512]
     for found in ranks:
         assert torch.equal(found["scores"], found["expected scores"])
-        assert found["error"].startswith("linear_weight: expected a plain tensor, got a sharded one (DTensor)")
+        assert found["error"].startswith("linear_weight: expected a plain tensor, got a distributed one (DTensor)")

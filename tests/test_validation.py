@@ -146,6 +146,9 @@ TYPES = [
     (logits_loss, {"target_lengths": torch.ones(2, dtype=torch.bool)}, f"target_lengths: {INTEGERS} torch.bool"),
     (logits_loss, {"logit_lengths": P[1].to(torch.int16)}, f"logit_lengths: {INTEGERS} torch.int16"),
     (logits_loss, {"blank": 0.0}, "blank: expected an int, got float"),
+    (logits_loss, {"fused_log_softmax": None}, "fused_log_softmax: expected True or False, got None"),
+    (logits_loss, {"validate": "no"}, "validate: expected True or False, got 'no'"),
+    (planes_loss, {"validate": 1}, "validate: expected True or False, got 1"),
     (logits_loss, {"blank": True}, "blank: expected an int, got bool"),
     (logits_loss, {"clamp": "1"}, "clamp: expected a number, got str"),
     (logits_loss, {"fastemit_lambda": None}, "fastemit_lambda: expected a number, got NoneType"),
@@ -231,9 +234,38 @@ def test_unvalidated_call_gives_the_same_loss(place):
         (lambda: rnnt.RNNTJointLoss(6, 5, blank=5), "blank: expected an index in [-5, 5), got 5"),
         (lambda: rnnt.RNNTJointLoss(6, 5, dropout_p=1.0), "dropout_p: expected a number in [0, 1), got 1.0"),
         (lambda: rnnt.RNNTJointLoss(6, 5, tile_rows=0), "tile_rows: expected an int >= 1"),
+        (lambda: rnnt.RNNTJointLoss(-1, 5), "joint_features: expected an int >= 1, got -1"),
+        (lambda: rnnt.RNNTJointLoss(6, 5, encoder_features=0), "encoder_features: expected an int >= 1, got 0"),
+        (lambda: rnnt.RNNTJointLoss(6, 5.0), "vocab_size: expected an int >= 1, got 5.0"),
     ],
-    ids=["RNNTLoss-reduction", "reduction", "activation", "blank", "dropout_p", "tile_rows"],
+    ids=[
+        "RNNTLoss-reduction",
+        "reduction",
+        "activation",
+        "blank",
+        "dropout_p",
+        "tile_rows",
+        "joint_features",
+        "encoder_features",
+        "vocab_size",
+    ],
 )
 def test_modules_check_at_construction(make, message):
     with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: rnnt.RNNTLoss(blank="x"), "blank: expected an int, got str"),
+        (lambda: rnnt.RNNTLoss(clamp="x"), "clamp: expected a number, got str"),
+        (lambda: rnnt.RNNTLoss(fused_log_softmax="no"), "fused_log_softmax: expected True or False, got 'no'"),
+        (lambda: rnnt.RNNTJointLoss(6, 5, validate=0), "validate: expected True or False, got 0"),
+        (lambda: rnnt.RNNTJointLoss(6.0, 5), "joint_features: expected an int, got float"),
+    ],
+    ids=["blank", "clamp", "fused_log_softmax", "validate", "joint_features"],
+)
+def test_modules_check_types_at_construction(make, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
         make()

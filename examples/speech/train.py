@@ -7,6 +7,7 @@ Before: fetch.py.  After: `python -m examples.speech.decode FOLDER/best.pt some.
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace) -> Trainer:
     if ranks.rank() == 0:
         print(corpus.summary())
     trainer = Trainer(settings, corpus, resumed)
-    out = options.out or Path("runs") / f"{corpus.name}-{settings.backend}-{settings.dtype}-{settings.seed}"
+    out = options.out or (options.resume.parent if options.resume else _new_folder(settings))
     if ranks.rank() == 0:
         out.mkdir(parents=True, exist_ok=True)
         print(_description(trainer))
@@ -72,6 +73,13 @@ def run(options: argparse.Namespace) -> Trainer:
         print(f"wrote {', '.join(str(out / name) for name in ('last.pt', 'best.pt', 'log.json', 'report.png'))}")
     ranks.leave()
     return trainer
+
+
+def _new_folder(settings: Settings) -> Path:
+    """runs/..., with a number where an earlier run has the name."""
+    path = Path("runs") / f"{settings.corpus}-{settings.backend}-{settings.dtype}-{settings.seed}"
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(candidate for candidate in itertools.chain([path], numbered) if not candidate.exists())
 
 
 def _description(trainer: Trainer) -> str:
@@ -169,7 +177,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--predictor", choices=("stateless", "lstm"), help="prediction network (stateless)")
     add("--seed", type=int, help="of weights, order and dropout (0)")
     add("--evaluations", type=int, help="how many times to decode the held-out recordings (10)")
-    add("--out", type=Path, help="folder for checkpoints, log and picture (runs/...)")
+    add(
+        "--out",
+        type=Path,
+        help="folder for checkpoints, log and picture (runs/..., a new one; resuming: the checkpoint's)",
+    )
     add("--resume", type=Path, metavar="CHECKPOINT", help="continue a run from its last.pt")
     return parser
 

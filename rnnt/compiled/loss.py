@@ -24,7 +24,18 @@ from torch import Tensor
 from rnnt.compiled import lattice, log_probs
 from rnnt.compiled.joint import add_rows, matrix
 from rnnt.compiled.log_probs import JointInputs, Tile
-from rnnt.compiled.tiles import all_rows, compiled, dense, flat, flat_planes, live_rows, static_size, tiles
+from rnnt.compiled.tiles import (
+    LARGEST_TILE,
+    all_rows,
+    compiled,
+    dense,
+    flat,
+    flat_planes,
+    live_rows,
+    nodes,
+    static_size,
+    tiles,
+)
 from rnnt.layout import dense_mask, label_mask
 from rnnt.problem import Alignment, JointProblem
 
@@ -171,6 +182,15 @@ def _size(weight: Tensor, dtype: torch.dtype, tile_rows: int | str | None, backw
     return size
 
 
+def clipped_tile_rows(problem: JointProblem) -> int | str | None:
+    """tile_rows, of which not many more than the lattice's nodes are of any use; in powers of two, and only for tiles
+    beyond those of "auto", so that batches of other sizes are not compiled anew."""
+    if not isinstance(problem.tile_rows, int) or problem.tile_rows <= LARGEST_TILE["cuda"]:
+        return problem.tile_rows
+    most = 1 << (int(nodes(problem.alignment)) - 1).bit_length()
+    return min(problem.tile_rows, max(most, LARGEST_TILE["cuda"]))
+
+
 def _kept_rows(rows: int, weight: Tensor, dtype: torch.dtype) -> int:
     """Whole tiles for the rows that a caller asks for: known before any length is read, as torch.compile wants it."""
     size = _size(weight, dtype, None)
@@ -181,11 +201,11 @@ def _kept_rows(rows: int, weight: Tensor, dtype: torch.dtype) -> int:
 
 
 def _arguments(problem: JointProblem) -> tuple[Any, ...]:
-    alignment = problem.alignment
+    alignment, tile_rows = problem.alignment, clipped_tile_rows(problem)
     return (
         *_floats(problem), alignment.targets, alignment.encoder_lengths, alignment.target_lengths, problem.seed,
         alignment.blank, alignment.rows, alignment.host_sync, problem.activation, problem.dropout_p, problem.clamp,
-        problem.tile_rows if isinstance(problem.tile_rows, int) else 0, problem.tile_rows is None,
+        tile_rows if isinstance(tile_rows, int) else 0, tile_rows is None,
         problem.compute_dtype,
     )  # fmt: skip
 

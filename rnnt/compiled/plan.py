@@ -25,7 +25,7 @@ Before: rnnt/plan.py.  Beside: loss.py, tiles.py, whose sizes these are.
 
 import torch
 
-from rnnt.compiled.loss import _kept_rows, _padded, _size
+from rnnt.compiled.loss import _kept_rows, _padded, _size, clipped_tile_rows
 from rnnt.compiled.tiles import BLOCK, nodes
 from rnnt.problem import JointProblem
 
@@ -50,7 +50,8 @@ def plan(problem: JointProblem) -> tuple[int | None, dict[str, int]]:
         """Rows and their integers in a block of tiles."""
         return min(-(-rows // tile) * tile, max(BLOCK // tile, 1) * tile), INTEGER * rows
 
-    tile = _size(weight, dtype, problem.tile_rows)
+    tile_rows = clipped_tile_rows(problem)
+    tile = _size(weight, dtype, tile_rows)
     block, every = sizes(tile)
     scored = tile * (features + classes * (2 if untiled and tile < rows else 1)) * narrow
     planes = 2 * n * wide
@@ -62,7 +63,7 @@ def plan(problem: JointProblem) -> tuple[int | None, dict[str, int]]:
         {"planes": planes, "rows": LIVE_ROW * rows},
     ]
 
-    tile = _size(weight, dtype, problem.tile_rows, backward=True)
+    tile = _size(weight, dtype, tile_rows, backward=True)
     block, every = sizes(tile)
     gradients = [x.numel() for x in (problem.encoder, problem.predictor, weight, problem.linear_bias) if x is not None]
     states, layer_gradient = tile * features * wide, classes * features * narrow

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from rnnt.api import joint_rnnt_loss, rnnt_loss
 from rnnt.backends import NAMES
-from rnnt.problem import check_clamp, check_fastemit, check_name, check_tile_rows
+from rnnt.problem import check_clamp, check_fastemit, check_flag, check_name, check_tile_rows
 
 INSTALL = "pip install 'transformers>=5.12'"
 VERIFIED = "5.12 to 5.24"
@@ -94,8 +94,8 @@ def use_rnnt(
         occupancy_threshold=occupancy_threshold,
         fastemit_lambda=check_fastemit(fastemit_lambda),
         clamp=check_clamp(clamp),
-        eval_logits=bool(eval_logits),
-        validate=bool(validate),
+        eval_logits=check_flag("eval_logits", eval_logits),
+        validate=check_flag("validate", validate),
     )
     _check_class(model)
     _install(model, loss)

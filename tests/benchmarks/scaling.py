@@ -130,6 +130,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     if "LOCAL_RANK" not in os.environ:
         sys.exit("error: expected to be started by torchrun --nproc-per-node N -m tests.benchmarks.scaling")
+    try:
+        baseline = json.loads(options.baseline.read_text()) if options.baseline else None
+        if options.json:
+            options.json.touch()
+        if options.steps < 2:
+            raise ValueError(f"--steps: expected a number >= 2, got {options.steps}")
+        if options.device == "cuda" and torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+            raise ValueError(f"--device: expected a GPU for each process, found {torch.cuda.device_count()}")
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
@@ -150,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "datetime": datetime.datetime.now(datetime.timezone.utc).isoformat(),
     }
     if dist.get_rank() == 0:
-        print(line(found, json.loads(options.baseline.read_text()) if options.baseline else None))
+        print(line(found, baseline))
         if options.json:
             options.json.write_text(json.dumps(found, indent=1))
     leave()
