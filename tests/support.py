@@ -237,7 +237,7 @@ def logits_budget(logits: Tensor, *args: Any, **options: Any) -> Budget:
     return budget_of(logits, lambda x: logits_results(x, *args, backend="reference", **options))
 
 
-def assert_budget(got: dict[str, Tensor], budget: Budget) -> None:
+def assert_budget(got: dict[str, Tensor], budget: Budget, measures: tuple[str, ...] = ("largest", "rms")) -> None:
     """Each tensor of `got` finite and within its budget (see the top of this file); the message has the worst entry."""
     assert got
     failures = []
@@ -252,7 +252,8 @@ def assert_budget(got: dict[str, Tensor], budget: Budget) -> None:
         if name == "loss":  # each has its own scale
             scale = right.abs().clamp(min=torch.finfo(found.dtype).tiny)
             error, eager, rounding = error / scale, eager / scale, rounding / scale
-        for measure, of in (("largest", Tensor.max), ("rms", _rms)):
+        for measure in measures:
+            of = {"largest": Tensor.max, "rms": _rms}[measure]
             allowed = 2 * of(eager) + of(rounding)
             if not of(error) <= allowed:
                 at = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))

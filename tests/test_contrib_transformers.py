@@ -28,6 +28,7 @@ from tests.support import assert_budget, budget_from, places
 __all__ = ["exact_convolutions", "own_loss"]  # fixtures
 
 FLOAT32 = 1e-5  # of the largest gradient; losses: relative
+NEAR_THE_LOSS = ("d_joint.", "d_encoder_projector.", "d_decoder.decoder_projector.")  # the joint and what it adds
 
 
 def own(**options):
@@ -79,7 +80,12 @@ def test_float32_budget(place):
 
 @pytest.mark.parametrize("place", [x for x in places() if not x.values[0].interpreted])
 def test_autocast_budget(place):
-    """Under bfloat16 autocast likewise; parameters and their gradients stay float32."""
+    """Under bfloat16 autocast likewise; parameters and their gradients stay float32.
+
+    Entry by entry for what the loss itself is differentiated by.  Gradients that have come back through the bfloat16
+    encoder or prediction network are draws of those layers' rounding, for the model's own loss as for this one, and the
+    largest of one draw does not bound the largest of another: there the root mean square of each tensor is compared.
+    """
     truth = results(own(device=place.device, dtype=torch.float64), batch(place.device, torch.float64))
     eager_model, model = own(device=place.device), use_rnnt(parakeet(place.device), place.backend)
     with torch.autocast(place.device, torch.bfloat16):
@@ -88,7 +94,12 @@ def test_autocast_budget(place):
     assert all(x.dtype == torch.float32 for x in found.values())
     names = live(truth)
     budget = budget_from({n: eager[n] for n in names}, {n: truth[n] for n in names}, torch.bfloat16)
-    assert_budget({n: found[n] for n in names}, budget)
+    near = {n for n in names if n == "loss" or n.startswith(NEAR_THE_LOSS)}
+    assert (
+        {"d_joint.head.weight", "d_encoder_projector.weight", "d_decoder.decoder_projector.weight"} <= near < set(names)
+    )
+    assert_budget({n: found[n] for n in near}, budget)
+    assert_budget({n: found[n] for n in names}, budget, measures=("rms",))
 
 
 @pytest.mark.parametrize("reduction", ["mean_volume", "mean_batch", "mean", "sum", "none"])
