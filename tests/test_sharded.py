@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from tests.sharded_steps import WRAPPERS, alone
 from tests.support import Budget, assert_budget, budget_from, places
@@ -62,6 +63,8 @@ def budgets(device: str, dtype: torch.dtype) -> dict[str, Budget]:
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @at_places
 def test_steps_equal_those_of_one_process(ranks, place, wrapper):
+    if place.device == "cpu" and wrapper == "fsdp-bf16" and torch.__version__ < TorchVersion("2.11"):
+        pytest.skip("PyTorch issue 162338: gloo adds up gradients that FSDP2 wants averaged (2.8 does, 2.11 does not)")
     ranks = [found[place.backend, wrapper] for found in ranks]
     finest = torch.float32 if place.device == "cuda" else torch.float64
     for step, budget in budgets(place.device, torch.bfloat16 if wrapper == "fsdp-bf16" else finest).items():
