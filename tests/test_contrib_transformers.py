@@ -85,6 +85,8 @@ def test_autocast_budget(place):
     Entry by entry for what the loss itself is differentiated by.  Gradients that have come back through the bfloat16
     encoder or prediction network are draws of those layers' rounding, for the model's own loss as for this one, and the
     largest of one draw does not bound the largest of another: there the root mean square of each tensor is compared.
+    Measured on the CPU: of 40 draws of the model's own loss (features moved by 1e-3, each against its own float64
+    truth), 57 % of the pairs break that bound somewhere; one tensor's largest error runs from 1.2e-3 to 9.7e-3.
     """
     truth = results(own(device=place.device, dtype=torch.float64), batch(place.device, torch.float64))
     eager_model, model = own(device=place.device), use_rnnt(parakeet(place.device), place.backend)

@@ -1,7 +1,7 @@
 """The forward kernel of Hopper: against the reference and the kernel of all other chips, and that it compiles.
 
-Gluon has no interpreter, so without a GPU all that can be checked is that the kernel compiles for Hopper, without
-registers spilled to memory.
+Gluon has no interpreter, so without a GPU all that can be checked is that the kernel compiles for Hopper, in the shared
+memory that a multiprocessor has and with the tensor cores' instructions.
 """
 
 import re

@@ -2,8 +2,8 @@
 
 The same results as log_probs.py's kernel by the same steps.  Hidden rows never leave the multiprocessor, and while the
 tensor cores are at a block's last classes, for which they read hidden a slice at a time for the last time, the slices
-behind them are overwritten with the next block's hidden: the joint costs next to nothing.  Written in Gluon, Triton's
-language with explicit layouts and barriers: Triton itself cannot address shared memory in a loop.
+behind them are overwritten with the next block's hidden, which hides a part of the joint's time.  Written in Gluon,
+Triton's language with explicit layouts and barriers: Triton itself cannot address shared memory in a loop.
 Before: joint.py.  After: lattice.py.  Beside: log_probs.py, for all other chips, widths and data types.
 """
 
