@@ -41,7 +41,7 @@ from rnnt.problem import (
     compute_dtype,
     loss_dtype,
 )
-from rnnt.validation import check_values, checked_lengths
+from rnnt.validation import Check, checked_lengths
 
 
 def rnnt_loss(
@@ -89,7 +89,7 @@ def rnnt_loss(
     alignment = _align(
         "logits", logits, frames, columns, targets, "logit_lengths", logit_lengths, target_lengths,
         blank=check_blank(blank, classes), classes=classes, validate=validate,
-    )  # fmt: skip
+    ).checked()  # fmt: skip
     problem = LogitsProblem(
         logits=differentiable_once(logits)[0],
         alignment=alignment,
@@ -158,6 +158,8 @@ def joint_rnnt_loss(
         tile_rows=tile_rows, occupancy_threshold=occupancy_threshold, validate=validate,
     )  # fmt: skip
     chosen = choose(backend, problem)
+    if chosen.__name__ != "rnnt.triton":  # which waits for the check when its first kernel is on its way
+        problem = problem.checked()
     if problem.alignment.utterances == 0:
         return _reduce(_no_losses(*_joint_inputs(problem)), problem.alignment, reduction)
     with _without_autocast(problem.device.type):
@@ -190,7 +192,7 @@ def joint_log_probs(
         encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths,
         activation=activation, dropout_p=dropout_p, blank=blank, fastemit_lambda=0.0, clamp=-1,
         tile_rows=tile_rows, occupancy_threshold=0.0, validate=validate,
-    )  # fmt: skip
+    ).checked()  # fmt: skip
     chosen = choose(backend, problem)
     alignment = problem.alignment
     if alignment.utterances == 0:
@@ -233,7 +235,7 @@ def rnnt_loss_from_log_probs(
     alignment = _align(
         "logp_blank", logp_blank, frames, columns, targets, "encoder_lengths", encoder_lengths, target_lengths,
         blank=0, classes=None, validate=validate,
-    )  # fmt: skip
+    ).checked()  # fmt: skip
     logp_blank, logp_label = differentiable_once(logp_blank, logp_label)
     problem = LogProbsProblem(
         logp_blank=logp_blank,
@@ -313,7 +315,8 @@ def _align(
     lengths_name: str, encoder_lengths: Tensor, target_lengths: Tensor, *,
     blank: int, classes: int | None, validate: bool,
 ) -> Alignment:  # fmt: skip
-    """Check the integer inputs and bring them to the anchor's device, contiguous and int64."""
+    """Check shapes and dtypes of the integer inputs, start to check their values (validate), and bring them to the
+    anchor's device, contiguous and int64."""
     check_flag("validate", validate)
     check_integers("targets", targets, ("B", "U"))
     check_integers(lengths_name, encoder_lengths, ("B",))
@@ -328,11 +331,12 @@ def _align(
             f"{columns_name}: expected U1 = {labels + 1} columns (targets has U = {labels}), got {columns}"
         )
     rows = utterances * frames * columns
+    check = None
     on_host = encoder_lengths.device.type == "cpu" and target_lengths.device.type == "cpu"
     if not validate and on_host and not torch.compiler.is_compiling():
         rows = int((encoder_lengths.long() * (target_lengths.long() + 1)).sum())
     if validate and not torch.compiler.is_compiling():
-        rows = check_values(targets, encoder_lengths, target_lengths, frames, classes, blank, lengths_name)
+        check = Check(targets, encoder_lengths, target_lengths, frames, classes, blank, lengths_name)
     targets = targets.to(device, torch.int64, non_blocking=True).contiguous()
     encoder_lengths = encoder_lengths.to(device, torch.int64, non_blocking=True).contiguous()
     target_lengths = target_lengths.to(device, torch.int64, non_blocking=True).contiguous()
@@ -341,7 +345,7 @@ def _align(
             targets, encoder_lengths, target_lengths, frames, classes, blank
         ).unbind(0)
     host_sync = validate or device.type == "cpu"
-    return Alignment(targets, encoder_lengths, target_lengths, blank, frames, rows, host_sync)
+    return Alignment(targets, encoder_lengths, target_lengths, blank, frames, rows, host_sync, check)
 
 
 def _no_losses(*inputs: Tensor) -> Tensor:

@@ -10,12 +10,16 @@ Everything that can be known without reading a tensor's values (shapes, dtypes, 
 here; values (lengths and labels) are checked in validation.py.  Before: api.py.  After: backends.py.
 """
 
+from __future__ import annotations
+
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from rnnt.validation import Check
 
 ACTIVATIONS = ("tanh", "relu", "sigmoid")
 REDUCTIONS = ("none", "sum", "mean", "mean_target", "mean_volume")
@@ -37,6 +41,7 @@ class Alignment:
     frames: int  # T
     rows: int  # N, or the capacity B * T * U1 where N is not known without a host sync
     host_sync: bool = True  # whether a backend may wait for the device
+    check: Check | None = None  # of lengths and labels, still to be made; until then rows is the capacity
 
     @property
     def utterances(self) -> int:
@@ -46,6 +51,11 @@ class Alignment:
     def columns(self) -> int:
         """U1 = U + 1."""
         return self.targets.shape[1] + 1
+
+    def checked(self) -> Alignment:
+        """The same with a check that is still to be made made: waits for lengths and labels, raises where one is out of
+        range, and knows N."""
+        return self if self.check is None else replace(self, rows=self.check.rows(), check=None)
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,9 @@ class JointProblem:
     @property
     def device(self) -> torch.device:
         return self.encoder.device
+
+    def checked(self) -> JointProblem:
+        return self if self.alignment.check is None else replace(self, alignment=self.alignment.checked())
 
 
 @dataclass(frozen=True)

@@ -1,56 +1,91 @@
 """Checks of the values a problem is built on: lengths and labels.
 
 Reading them from an accelerator costs one host sync, from the CPU none; `validate=False` skips the checks.  The number
-of valid rows N comes out of it as a Python int.  Inside a graph that torch.compile captures, the same check runs as
-one opaque operator.  Before: api.py.  After: layout.py.
+of valid rows N comes out of it as a Python int.  The values are on their way from the moment a Check is made, so that a
+backend may have the device at work before it waits for them.  Inside a graph that torch.compile captures, the same
+check runs as one opaque operator.  Before: api.py.  After: layout.py.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
-def check_values(
-    targets: Tensor,
-    encoder_lengths: Tensor,
-    target_lengths: Tensor,
-    frames: int,
-    classes: int | None,
-    blank: int,
-    lengths_name: str = "encoder_lengths",
-) -> int:
-    """N, the number of valid lattice rows, after lengths and labels have been found in range.
+@dataclass
+class Check:
+    """What lengths and labels must be.
 
     targets [B, U], encoder_lengths [B], target_lengths [B]: int32 or int64, on any device.  classes None: labels are
-    not used, and not checked.  Raises ValueError with argument, expected, got.
+    not used, and not checked.
     """
-    utterances, labels = targets.shape
-    lengths, counts, *values = _on_host(encoder_lengths, target_lengths, *([] if classes is None else [targets]))
-    wrong_length, wrong_count = (lengths < 1) | (lengths > frames), (counts < 0) | (counts > labels)
-    wrong_label = np.zeros((utterances, 0), dtype=bool)
-    if classes is not None:
-        wrong_label = (values[0] < 0) | (values[0] >= classes) | (values[0] == blank)
-        wrong_label &= np.arange(labels) < counts[:, None]
-    wrong = wrong_length | wrong_count | wrong_label.any(axis=1)
-    if wrong.any():
-        b = int(wrong.argmax())
-        if wrong_length[b]:
-            expected = f"a length in [1, {frames}] (T = {frames})"
-            raise ValueError(f"{lengths_name}[{b}]: expected {expected}, got {lengths[b]}")
-        if wrong_count[b]:
-            expected = f"a length in [0, {labels}] (U = {labels})"
-            raise ValueError(f"target_lengths[{b}]: expected {expected}, got {counts[b]}")
-        u = int(wrong_label[b].argmax())
-        expected = f"a label in [0, {classes}) other than blank = {blank} (target_lengths[{b}] = {counts[b]})"
-        raise ValueError(f"targets[{b}, {u}]: expected {expected}, got {values[0][b, u]}")
-    return int((lengths * (counts + 1)).sum())
+
+    targets: Tensor
+    encoder_lengths: Tensor
+    target_lengths: Tensor
+    frames: int
+    classes: int | None
+    blank: int
+    lengths_name: str = "encoder_lengths"
+
+    def __post_init__(self) -> None:
+        integers = [self.encoder_lengths, self.target_lengths]
+        self.values = HostValues(integers if self.classes is None else [*integers, self.targets])
+
+    def rows(self) -> int:
+        """N, the number of valid lattice rows, after lengths and labels have been found in range.
+
+        Raises ValueError with argument, expected, got.
+        """
+        frames, classes = self.frames, self.classes
+        utterances, labels = self.targets.shape
+        lengths, counts, *values = self.values.arrays()
+        wrong_length, wrong_count = (lengths < 1) | (lengths > frames), (counts < 0) | (counts > labels)
+        wrong_label = np.zeros((utterances, 0), dtype=bool)
+        if classes is not None:
+            wrong_label = (values[0] < 0) | (values[0] >= classes) | (values[0] == self.blank)
+            wrong_label &= np.arange(labels) < counts[:, None]
+        wrong = wrong_length | wrong_count | wrong_label.any(axis=1)
+        if wrong.any():
+            b = int(wrong.argmax())
+            if wrong_length[b]:
+                expected = f"a length in [1, {frames}] (T = {frames})"
+                raise ValueError(f"{self.lengths_name}[{b}]: expected {expected}, got {lengths[b]}")
+            if wrong_count[b]:
+                expected = f"a length in [0, {labels}] (U = {labels})"
+                raise ValueError(f"target_lengths[{b}]: expected {expected}, got {counts[b]}")
+            u = int(wrong_label[b].argmax())
+            expected = f"a label in [0, {classes}) other than blank = {self.blank} (target_lengths[{b}] = {counts[b]})"
+            raise ValueError(f"targets[{b}, {u}]: expected {expected}, got {values[0][b, u]}")
+        return int((lengths * (counts + 1)).sum())
 
 
-def _on_host(*tensors: Tensor) -> list[np.ndarray]:
-    """The integer tensors' values; those on an accelerator come over together, in one host sync."""
-    away = [x.flatten().long() for x in tensors if x.device.type != "cpu"]
-    fetched = iter(torch.cat(away).cpu().split([len(x) for x in away])) if away else iter([])
-    return [(x.long() if x.device.type == "cpu" else next(fetched).view(x.shape)).numpy() for x in tensors]
+class HostValues:
+    """Integer tensors' values; those on an accelerator are on their way to the host together, without waiting."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        self.arrived: torch.cuda.Event | None = None
+        away = [x.flatten() for x in tensors if x.device.type != "cpu"]
+        if away:
+            together = torch.cat(away)
+            pinned = together.device.type == "cuda"
+            self.host = torch.empty(len(together), dtype=together.dtype, pin_memory=pinned)
+            self.host.copy_(together, non_blocking=pinned)
+            if pinned:
+                with torch.cuda.device(together.device):
+                    self.arrived = torch.cuda.Event()
+                    self.arrived.record()
+
+    def arrays(self) -> list[np.ndarray]:
+        """int64; waits for them."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        away = [x for x in self.tensors if x.device.type != "cpu"]
+        fetched = iter(self.host.split([x.numel() for x in away]) if away else [])
+        found = (x if x.device.type == "cpu" else next(fetched).view(x.shape) for x in self.tensors)
+        return [x.long().numpy() for x in found]
 
 
 @torch.library.custom_op("rnnt::check_values", mutates_args=())
@@ -58,7 +93,7 @@ def checked_lengths(
     targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, frames: int, classes: int | None, blank: int
 ) -> Tensor:
     """[2, B] encoder and target lengths, copied once they and the labels have been found in range."""
-    check_values(targets, encoder_lengths, target_lengths, frames, classes, blank)
+    Check(targets, encoder_lengths, target_lengths, frames, classes, blank).rows()
     return torch.stack([encoder_lengths, target_lengths])
 
 

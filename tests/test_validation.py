@@ -7,7 +7,7 @@ import torch
 
 import rnnt
 from tests.fixtures import LOSSES_S_P, P, j_p, s_p, sines
-from tests.support import DEVICES, check_printed, joint_loss
+from tests.support import check_printed, joint_loss
 
 
 def logits_loss(**changes):
@@ -202,11 +202,28 @@ def test_blank_beyond_the_targets_is_padding(place):
     rnnt.rnnt_loss(s_p().float().to(place.device), *P, blank=0, backend=place.backend)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_values_are_checked_on_every_device(device):
-    batch = j_p().on(device)
-    with pytest.raises(ValueError, match=r"encoder_lengths\[0\]: expected a length in \[1, 4\] \(T = 4\), got 7"):
-        joint_loss(batch._replace(encoder_lengths=torch.tensor([7, 2], device=device)), blank=0, backend="reference")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"encoder_lengths": [7, 2]}, "encoder_lengths[0]: expected a length in [1, 4] (T = 4), got 7"),
+        ({"encoder_lengths": [4, -9]}, "encoder_lengths[1]: expected a length in [1, 4] (T = 4), got -9"),
+        ({"target_lengths": [3, 10**12]}, "target_lengths[1]: expected a length in [0, 3] (U = 3), got 1000000000000"),
+        (
+            {"target_lengths": [-(10**12), 1]},
+            "target_lengths[0]: expected a length in [0, 3] (U = 3), got -1000000000000",
+        ),
+        ({"targets": [[1, 2, 10**9], [4, 0, 0]]}, "targets[0, 2]: expected a label in [0, 5) other than blank = 0"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_values_are_checked_everywhere(place, changes, message):
+    """And nothing is read or written out of bounds by what is started before they are known: the next call is right."""
+    batch = j_p().on(place.device).cast(torch.float32, place.device)
+    right = joint_loss(batch, blank=0, backend=place.backend)
+    wrong = {name: torch.tensor(values, device=place.device) for name, values in changes.items()}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        joint_loss(batch._replace(**wrong), blank=0, backend=place.backend)
+    assert torch.equal(joint_loss(batch, blank=0, backend=place.backend), right)
 
 
 @pytest.mark.gpu

@@ -6,18 +6,20 @@
 
 What lives through a tile: hidden [tile, H], in the backward pass also d_logits [tile, V].  What is kept from forward
 to backward: three numbers a row (lse and two occupancies; untiled: the logits too, in the compute dtype).
-Packed tensors have `rows` rows: N where the host knows it, else its bound B T U1.  No step waits for the device.
+Packed tensors have `rows` rows: N where the host knows it, else its bound B T U1.  No step waits for the device, but
+for the check of lengths and labels, which is on its way when the loss is called and waited for behind log_probs_fwd's
+launch.
 Before: backends.py.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rnnt.layout import row_offsets
 from rnnt.problem import Alignment, JointProblem
 from rnnt.triton.config import ceil_to, configs
 from rnnt.triton.joint import joint_bwd, joint_fwd
@@ -26,18 +28,25 @@ from rnnt.triton.live_rows import LiveCount, live_rows
 from rnnt.triton.log_probs import log_probs_bwd, log_probs_fwd
 from rnnt.triton.operands import Operands, aligned_rows
 from rnnt.triton.output_layer import hidden_bwd, weight_bwd, weight_shares
-from rnnt.triton.packing import pack, unpack
+from rnnt.triton.packing import pack, place_utterances, unpack
 from rnnt.triton.tiles import backward_tile
 from rnnt.triton.upstream import gradient_scales
 
+# Lattices of more rows are not scored before the check: until N is known, tensors have room for padding too.
+UNCHECKED_ROWS = 2**21
+
 
 def joint_loss(problem: JointProblem) -> Tensor:
+    if _watched() or problem.tile_rows is None or problem.alignment.rows > UNCHECKED_ROWS:
+        problem = problem.checked()
     arguments = (
         *_joint_arguments(problem), problem.fastemit_lambda, problem.clamp, problem.occupancy_threshold,
         _wanted(problem),
     )  # fmt: skip
-    apply = joint_loss_operator if torch.compiler.is_compiling() else _JointLoss.apply
-    losses, *_ = apply(*arguments)
+    if torch.compiler.is_compiling():
+        losses, *_ = joint_loss_operator(*arguments)
+    else:
+        losses, *_ = _JointLoss.apply(*arguments, problem.alignment)
     return losses
 
 
@@ -78,8 +87,10 @@ def _operands(
     blank: int, rows: int, activation: str, dropout_p: float, dtype: torch.dtype, offsets: Tensor | None = None,
 ) -> Operands:  # fmt: skip
     alignment = Alignment(targets.contiguous(), encoder_lengths, target_lengths, blank, encoder.shape[1], rows)
+    if offsets is None:
+        offsets, target_lengths = place_utterances(alignment)
+        alignment = replace(alignment, target_lengths=target_lengths)
     weight, bias = aligned_rows(linear_weight, dtype), None if linear_bias is None else linear_bias.contiguous()
-    offsets = row_offsets(alignment) if offsets is None else offsets
     return Operands(encoder, predictor, weight, bias, alignment, offsets, seed, activation, dropout_p)
 
 
@@ -104,10 +115,21 @@ def _loss_forward(
         encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
         blank, rows, activation, dropout_p, dtype,
     )  # fmt: skip
-    logp_blank, logp_label, lse, logits = _score(x, tile_rows, untiled and with_gradient)
+    scores = _score(x, tile_rows, untiled and with_gradient)
+    return _losses(x, scores, rows, with_gradient)
+
+
+def _losses(
+    x: Operands, scores: tuple[Tensor, Tensor, Tensor, Tensor], rows: int, with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What _loss_forward returns, of its scores; rows: N, which may have been unknown when there was room made for
+    these."""
+    *planes, logits = scores
+    logp_blank, logp_label, lse = planes if rows == len(planes[0]) else [plane[:rows] for plane in planes]
     losses, occupancy_blank, occupancy_label = losses_and_occupancies(
-        logp_blank, logp_label, x.offsets, encoder_lengths, target_lengths, x.columns, with_gradient
-    )
+        logp_blank, logp_label, x.offsets, x.alignment.encoder_lengths, x.alignment.target_lengths, x.columns,
+        with_gradient,
+    )  # fmt: skip
     return losses, occupancy_blank, occupancy_label, lse, x.offsets, logits
 
 
@@ -267,8 +289,8 @@ def _(
     )
 
 
-def _joint_context(ctx: Any, inputs: tuple[Any, ...], *kept: Tensor) -> None:
-    tensors, ctx.numbers = inputs[:8], inputs[8:15]
+def _joint_context(ctx: Any, inputs: tuple[Any, ...], rows: int, *kept: Tensor) -> None:
+    tensors, ctx.numbers = inputs[:8], (inputs[8], rows, *inputs[10:15])
     ctx.mark_non_differentiable(*kept)
     ctx.save_for_backward(*tensors, *kept)
     ctx.set_materialize_grads(False)
@@ -290,7 +312,8 @@ def _joint_backward(
 
 
 def _joint_loss_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _joint_context(ctx, inputs, *output[1:])
+    lse = output[3]
+    _joint_context(ctx, inputs, lse.shape[0], *output[1:])
     ctx.options = inputs[15:18]
 
 
@@ -306,19 +329,34 @@ joint_loss_operator.register_autograd(_joint_loss_backward, setup_context=_joint
 
 
 class _JointLoss(torch.autograd.Function):
-    """The operator with its derivative, at a third of the host's time that an operator's own derivative takes."""
+    """The operator with its derivative, at a third of the host's time that an operator's own derivative takes, and with
+    the check of lengths and labels in it."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        results = (joint_loss_operator if _watched() else _loss_forward)(*arguments)
-        _joint_loss_context(ctx, arguments, results)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        *arguments, alignment = inputs
+        if _watched():
+            results = joint_loss_operator(*arguments)
+        elif alignment.check is None:
+            results = _loss_forward(*arguments)
+        else:
+            tile_rows, dtype = arguments[12], arguments[14]
+            operands = (*arguments[:12], dtype)
+            x = _operands(*operands)
+            scores = _score(x, tile_rows, keep_logits=False)
+            rows = alignment.check.rows()  # the device is at work on the scores meanwhile
+            results = _losses(x, scores, rows, with_gradient=arguments[18])
+        _joint_loss_context(ctx, inputs, results)
         return results
 
-    backward = staticmethod(_joint_loss_backward)
+    @staticmethod
+    def backward(ctx: Any, *d_results: Any) -> tuple[Any, ...]:
+        return *_joint_loss_backward(ctx, *d_results), None
 
 
 def _joint_log_probs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _joint_context(ctx, inputs, *output[2:])
+    lse = output[2]
+    _joint_context(ctx, inputs, lse.shape[0], *output[2:])
 
 
 def _joint_log_probs_backward(ctx: Any, d_blank: Tensor | None, d_label: Tensor | None, *_: Any) -> tuple[Any, ...]:

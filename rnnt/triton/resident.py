@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rnnt.triton.config import ceil_to, class_blocks
-from rnnt.triton.joint import activate, keep_mask, locate
+from rnnt.triton.joint import activate, keep_mask
 from rnnt.triton.launch import launch
 from rnnt.triton.operands import Operands, multiprocessors_of
 
@@ -35,12 +35,44 @@ copy_to_shared = tma.async_load if hasattr(tma, "async_load") else tma.async_cop
 
 @gluon.jit
 def place_rows(
-    encoder_ptr, predictor_ptr, targets_ptr, row, count, offsets_ptr, target_lengths_ptr,
+    encoder_ptr, predictor_ptr, targets_ptr, first, offs_row, count, offsets_ptr, target_lengths_ptr,
     encoder_stride_b, encoder_stride_t, predictor_stride_b, predictor_stride_u, utterances, search_steps, labels,
+    LONG: gl.constexpr,
 ):  # fmt: skip
-    """Where the encoder and predictor states of packed rows start, and the rows' next labels (-1: none); for rows past
-    the count: those of row 0."""
-    b, t, u, columns = locate(gl.where(row < count, row, 0), offsets_ptr, target_lengths_ptr, utterances, search_steps)
+    """Where the encoder and predictor states of the packed rows first + offs_row start, and the rows' next labels
+    (-1: none); for rows past the count: those of the block's first row, or of row 0.
+
+    The tensor cores wait for this, so the utterance is searched for once a block, and rows are divided in 32 bits
+    unless an utterance has more of them (LONG).
+    """
+    start = gl.where(first < count, first, 0)
+    low = 0
+    high = utterances - 1
+    for _ in range(search_steps):  # the last utterance whose offset is not past the block's first row
+        middle = (low + high + 1) // 2
+        past = gl.load(offsets_ptr + middle) > start
+        high = gl.where(past, middle - 1, high)
+        low = gl.where(past, low, middle)
+    row = first + offs_row
+    row = gl.where(row < count, row, start)
+    last = gl.minimum(start + offs_row.shape[0], count) - 1
+    b = low + offs_row * 0
+    end = gl.load(offsets_ptr + low + 1)
+    while end <= last:
+        b += (row >= end).to(gl.int32)
+        low += 1
+        end = gl.load(offsets_ptr + low + 1)
+    b = b.to(gl.int64)
+    columns = gl.load(target_lengths_ptr + b) + 1
+    local = row - gl.load(offsets_ptr + b)
+    if LONG:
+        t = local // columns
+        u = local - t * columns
+    else:
+        t = local.to(gl.int32) // columns.to(gl.int32)
+        u = local.to(gl.int32) - t * columns.to(gl.int32)
+    t = t.to(gl.int64)
+    u = u.to(gl.int64)
     label = gl.load(targets_ptr + b * labels + u, mask=u + 1 < columns, other=-1).to(gl.int32)
     encoder_rows = encoder_ptr + (b * encoder_stride_b + t * encoder_stride_t)
     return encoder_rows, predictor_ptr + (b * predictor_stride_b + u * predictor_stride_u), label
@@ -153,7 +185,7 @@ def log_probs_fwd_resident_kernel(
     predictor_stride_b, predictor_stride_u, predictor_stride_h,
     utterances, search_steps, labels, blank, features, classes, whole_classes, dropout_p, drop_threshold,
     ACTIVATION: gl.constexpr, DROPOUT: gl.constexpr, BIAS: gl.constexpr, TAIL: gl.constexpr, RAGGED: gl.constexpr,
-    SLICES: gl.constexpr, BLOCK_ROWS: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_H: gl.constexpr,
+    LONG: gl.constexpr, SLICES: gl.constexpr, BLOCK_ROWS: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_H: gl.constexpr,
     STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Owns every P-th block of BLOCK_ROWS packed rows (P programs, one a multiprocessor); reads encoder and predictor
@@ -184,10 +216,12 @@ def log_probs_fwd_resident_kernel(
 
     offs_slice = gl.arange(0, BLOCK_H, gl.SliceLayout(0, by_row))
     first = (gl.program_id(0) * BLOCK_ROWS).to(gl.int64)
-    row = first + gl.arange(0, BLOCK_ROWS, row_layout)
+    offs_row = gl.arange(0, BLOCK_ROWS, row_layout)
+    row = first + offs_row
     encoder_rows, predictor_rows, next_label = place_rows(
-        encoder_ptr, predictor_ptr, targets_ptr, row, count, offsets_ptr, target_lengths_ptr,
+        encoder_ptr, predictor_ptr, targets_ptr, first, offs_row, count, offsets_ptr, target_lengths_ptr,
         encoder_stride_b, encoder_stride_t, predictor_stride_b, predictor_stride_u, utterances, search_steps, labels,
+        LONG,
     )  # fmt: skip
     product = gl.zeros([BLOCK_ROWS], gl.float32, row_layout)
     dropout_scale = 1 / (1 - dropout_p)
@@ -241,11 +275,12 @@ def log_probs_fwd_resident_kernel(
             logits, 0, done, fetch_v, fetch_h, total_products, weight, hidden, weights, arrived,
             features, whole_classes, BLOCK_V, BLOCK_H, STAGES,
         )  # fmt: skip
-        row = first + programs * BLOCK_ROWS + gl.arange(0, BLOCK_ROWS, row_layout)
+        row = first + programs * BLOCK_ROWS + offs_row
         encoder_rows, predictor_rows, next_label = place_rows(
-            encoder_ptr, predictor_ptr, targets_ptr, row, count, offsets_ptr, target_lengths_ptr,
+            encoder_ptr, predictor_ptr, targets_ptr, first + programs * BLOCK_ROWS, offs_row, count,
+            offsets_ptr, target_lengths_ptr,
             encoder_stride_b, encoder_stride_t, predictor_stride_b, predictor_stride_u,
-            utterances, search_steps, labels,
+            utterances, search_steps, labels, LONG,
         )  # fmt: skip
         product = gl.zeros([BLOCK_ROWS], gl.float32, row_layout)
         for slice_h in range(1, SLICES):
@@ -302,7 +337,8 @@ def log_probs_fwd(x: Operands, logp_blank: Tensor, logp_label: Tensor, lse: Tens
         x.utterances, x.search_steps, x.columns - 1, x.alignment.blank, x.features, x.classes, whole,
         x.dropout_p, x.drop_threshold,
         ACTIVATION=x.activation, DROPOUT=x.dropout_p > 0, BIAS=x.bias is not None, TAIL=tail == 1,
-        RAGGED=x.features % BLOCK_H > 0, SLICES=_hidden_width(x) // BLOCK_H,
+        RAGGED=x.features % BLOCK_H > 0, LONG=x.frames * x.columns >= 2**31,
+        SLICES=_hidden_width(x) // BLOCK_H,
         BLOCK_ROWS=BLOCK_ROWS, BLOCK_V=BLOCK_V, BLOCK_H=BLOCK_H, STAGES=min(_stages(x), 4), WARPS=WARPS,
         num_warps=WARPS,
     )  # fmt: skip
