@@ -8,13 +8,16 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rnnt
+from rnnt.compiled import loss, tiles
 from tests.fixtures import P, j_p, s_p
 from tests.support import (
+    DEVICES,
     assert_budget,
     budget_of,
     joint_budget,
     joint_loss,
     logits_budget,
+    logits_results,
     places,
     ragged,
     results,
@@ -209,6 +212,42 @@ def test_forty_shapes_compile_a_few_times(device, tile_rows):
     frames = counters["frames"]
     assert frames["total"] == frames["ok"]
     assert not Counter(counters["recompile_limit"])
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("device", DEVICES)
+def test_constants_tell_the_graphs_of_tiles_apart(device, monkeypatch):
+    """Calls check next to nothing of what a tile was compiled for, so its constants must fix it: with all checks, none
+    finds a difference."""
+    monkeypatch.setattr(tiles, "OPTIONS", {k: v for k, v in tiles.OPTIONS.items() if k != "guard_filter_fn"})
+    monkeypatch.setattr(loss, "IndexSums", loss.GatherSums)  # what a GPU does
+    tiles.compiled.cache_clear()
+    options = {"backend": "compiled", "blank": 0, "tile_rows": 16}
+    variants = [
+        (torch.float32, {}),
+        (torch.bfloat16, {"dropout_p": 0.3}),
+        (torch.bfloat16, {"tile_rows": None, "clamp": 0.1}),
+    ]
+    try:
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for dtype, variant in variants:
+                for sizes in [(3, 5, 4), (1, 1, 0), (2, 7, 3)]:
+                    batch = ragged(*sizes, 7, 12, blank=0).cast(dtype, device)
+                    results(batch, **options | variant)
+                    strided = batch._replace(encoder=batch.encoder.repeat(1, 1, 2)[:, :, ::2])
+                    results(strided, validate=False, **options | variant)
+                    frozen = with_gradients(batch)._replace(encoder=batch.encoder)
+                    joint_loss(frozen, reduction="sum", **options | variant).backward()
+            logits = torch.randn(7, 2, 4, 3, device=device).permute(1, 2, 3, 0)
+            for scores in (logits, logits.contiguous()):
+                logits_results(
+                    scores,
+                    torch.ones(2, 2, dtype=torch.int64),
+                    *(torch.full((2,), n) for n in (4, 2)),
+                    backend="compiled",
+                )
+    finally:
+        tiles.compiled.cache_clear()
 
 
 @pytest.mark.compiled

@@ -10,15 +10,14 @@ Before: backends.py.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rnnt.compiled import lattice, log_probs
 from rnnt.compiled.log_probs import DenseTile
-from rnnt.compiled.tiles import TileRows, all_rows, compiled, dense, flat, flat_planes, nodes, static_size, tiles
-from rnnt.layout import dense_mask
+from rnnt.compiled.tiles import TileRows, all_nodes, blocks, compiled, plane, static_size
 from rnnt.problem import Alignment, LogitsProblem, LogProbsProblem, loss_dtype
 
 
@@ -49,10 +48,21 @@ def _tile(logits: Tensor, alignment: Alignment, log_softmax: bool, clamp: float)
     return DenseTile(size, classes, logits.dtype, logits.device, alignment.blank, clamp, log_softmax)
 
 
-def _tiles(logits: Tensor, tile: DenseTile, alignment: Alignment) -> Iterator[tuple[Tensor, TileRows]]:
-    """Each tile's logits [rows, V] and rows."""
-    for rows in tiles(alignment, all_rows(alignment), tile.rows):
-        yield logits[rows.utterance, rows.frame % alignment.frames, rows.state % alignment.columns], rows
+class TileScores(NamedTuple):
+    """A tile of the dense scores, and its rows [rows]."""
+
+    scores: Tensor  # [rows, V]
+    label: Tensor  # -1: none
+    node: Tensor  # index into a flat plane [B T U1]
+    utterance: Tensor
+    valid: Tensor  # bool; the others are of node 0
+
+
+def _tiles(logits: Tensor, node: Tensor, size: int, alignment: Alignment) -> Iterator[TileScores]:
+    for block in blocks(alignment, node, size):
+        for integers, node, utterance, valid in zip(*block, strict=True):
+            t, u = node // alignment.columns % alignment.frames, node % alignment.columns
+            yield TileScores(logits[utterance, t, u].contiguous(), TileRows(*integers).label, node, utterance, valid)
 
 
 @torch.library.custom_op("rnnt::compiled_logits_loss", mutates_args=())
@@ -61,17 +71,14 @@ def logits_loss_operator(
     log_softmax: bool, clamp: float, fastemit_lambda: float, with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """losses [B]; for the backward pass, else empty, two weights [B, T, U1]."""
-    alignment = Alignment(targets, encoder_lengths, target_lengths, blank, logits.shape[1], rows)
-    planes = flat_planes(alignment, logits.dtype)
+    alignment = Alignment(targets, encoder_lengths, target_lengths, blank, logits.shape[1], rows, host_sync=False)
     with torch.no_grad():
-        tile = _tile(logits, alignment, log_softmax, clamp)
-        for scores, tile_rows in _tiles(logits, tile, alignment):
-            logp_blank, logp_label = compiled(log_probs.dense_score, tile)(scores, tile_rows.label)
-            planes[0].index_copy_(0, tile_rows.node, logp_blank)
-            planes[1].index_copy_(0, tile_rows.node, logp_label)
-        logp_blank, logp_label = dense(planes, alignment)
+        tile, node = _tile(logits, alignment, log_softmax, clamp), all_nodes(alignment)
+        call = compiled(log_probs.dense_score, tile)
+        values = [call(found.scores, found.label) for found in _tiles(logits, node, tile.rows, alignment)]
+        logp_blank, logp_label = (plane(x, node, alignment) for x in zip(*values, strict=True))
         return lattice.losses_and_weights(
-            logp_blank, logp_label, alignment, fastemit_lambda, with_gradient=with_gradient
+            logp_blank, logp_label[:, :, :-1], alignment, fastemit_lambda, with_gradient=with_gradient
         )
 
 
@@ -81,22 +88,16 @@ def logits_backward_operator(
     log_softmax: bool, clamp: float, blank_weight: Tensor, label_weight: Tensor, upstream: Tensor,
 ) -> Tensor:  # fmt: skip
     """d_logits [B, T, U1, V]."""
-    alignment = Alignment(targets, encoder_lengths, target_lengths, blank, logits.shape[1], rows)
+    alignment = Alignment(targets, encoder_lengths, target_lengths, blank, logits.shape[1], rows, host_sync=False)
     d_logits = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
-    # A row without a node writes zeros to a node without a row; where there is none, only the last tile has such rows.
-    unused = dense_mask(alignment).flatten().int().argmin()
-    blank_weight, label_weight = flat(blank_weight), flat(label_weight)
-    left = rows
+    blank_weight, label_weight = blank_weight.flatten(), label_weight.flatten()
     with torch.no_grad():
-        tile = _tile(logits, alignment, log_softmax, clamp)
-        for scores, tile_rows in _tiles(logits, tile, alignment):
-            gradient = compiled(log_probs.dense_gradient, tile)(
-                scores, tile_rows.label, blank_weight[tile_rows.node], label_weight[tile_rows.node],
-                upstream[tile_rows.utterance],
-            )  # fmt: skip
-            node = torch.where(tile_rows.node < nodes(alignment), tile_rows.node, unused)
-            d_logits.view(-1, tile.classes).index_copy_(0, node[:left], gradient[:left])
-            left -= tile.rows
+        tile, node = _tile(logits, alignment, log_softmax, clamp), all_nodes(alignment)
+        call = compiled(log_probs.dense_gradient, tile)
+        for own, found in zip(node.split(tile.rows), _tiles(logits, node, tile.rows, alignment), strict=True):
+            weights = (torch.where(found.valid, x[found.node], 0) for x in (blank_weight, label_weight))
+            gradient = call(found.scores, found.label, *weights, upstream[found.utterance])
+            d_logits.view(-1, tile.classes).index_copy_(0, own, gradient[: len(own)])
     return d_logits
 
 

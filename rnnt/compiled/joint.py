@@ -6,56 +6,151 @@
     d_predictor[state] = sum of d_pre over the state's rows
 
 encoder [B T, H], predictor [B U1, H] -> hidden [rows, H] in the compute dtype; the sum and the activation are taken in
-float32 (float64 stays float64).
+float32 (float64 stays float64).  d_pre [rows, H] is in the compute dtype, its sums are in float32 or float64.
 
 `joint` is traced into the compiled tile, so that the gathered rows never reach memory.  Their gradient must not be
 taken there: a scatter of gradients compiles to atomic additions, whose order changes from run to run.  So encoder and
-predictor are constants in there, and d_pre [rows, H] is taken at a third summand, `anchor`, zeros that own no memory.
+predictor are constants in there, and d_pre is taken at a third summand, `anchor`, zeros that own no memory.  Two
+classes add it up, in the same order at every run: IndexSums on the CPU, where index_add_ has an order, and GatherSums
+on a GPU, where it adds atomically.
 
 Graves et al. 2013, arXiv:1303.5778.  Before: layout.py.  After: log_probs.py.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from rnnt.compiled.tiles import TileRows, compiled, mark_dynamic, nodes
 from rnnt.dropout import keep_under_keys
+from rnnt.problem import Alignment
 
 
 def joint(
-    encoder: Tensor, predictor: Tensor, anchor: Tensor | None, frame: Tensor, state: Tensor,
-    key_1: Tensor, key_2: Tensor, activation: str, dropout_p: float, dtype: torch.dtype,
+    encoder: Tensor, predictor: Tensor, anchor: Tensor | None, rows: TileRows,
+    activation: str, dropout_p: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """hidden [rows, H] in `dtype`; frame, state and the keys of dropout: [rows] int64."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    pre = encoder[frame].to(wide) + predictor[state].to(wide)
+    """hidden [rows, H] in `dtype`."""
+    wide = _wide(dtype)
+    pre = encoder[rows.frame].to(wide) + predictor[rows.state].to(wide)
     if anchor is not None:
         pre = pre + anchor
     hidden = getattr(torch, activation)(pre)
     if dropout_p > 0:
-        keep = keep_under_keys(key_1, key_2, hidden.shape[-1], dropout_p)
+        assert rows.key_1 is not None
+        assert rows.key_2 is not None
+        keep = keep_under_keys(rows.key_1, rows.key_2, hidden.shape[-1], dropout_p)
         hidden = torch.where(keep, hidden / (1 - dropout_p), 0)
     return hidden.to(dtype)
 
 
 def matrix(x: Tensor) -> Tensor:
     """encoder [B, T, H] or predictor [B, U1, H] as a compiled tile takes it: [B T, H], of any length."""
-    x = x.detach().reshape(-1, x.shape[-1])
-    if x.shape[0] == 1:
-        x = torch.cat([x, x])  # torch.compile makes a graph of its own for a dimension of size 1
-    torch._dynamo.maybe_mark_dynamic(x, 0)
-    return x
+    x = x.detach().reshape(-1, x.shape[-1]).contiguous()
+    return mark_dynamic(torch.cat([x, x]) if len(x) == 1 else x, 0)
 
 
-def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
-    """total[index[i]] += rows[i] in place, in the same order at every run.
+class IndexSums:
+    """Sums for d_encoder [B, T, H] and d_predictor [B, U1, H] on the CPU; one that is not needed has no features."""
 
-    On the CPU index_add_ does that.  On CUDA it adds atomically, and index_put_, which sorts, took two thirds of a
-    whole training step; so rows are sorted by their index here, and the run of each index is summed by one thread a
-    column.
+    def __init__(
+        self, node: Tensor, alignment: Alignment, tile: int, features: int, needed: list[bool], dtype: torch.dtype
+    ) -> None:
+        """node: of all rows of the pass, ascending; tile: rows of one; dtype: of d_pre."""
+        lengths = alignment.frames, alignment.columns
+        self.sums = [
+            node.new_zeros((alignment.utterances, length, features if need else 0), dtype=_wide(dtype))
+            for length, need in zip(lengths, needed, strict=True)
+        ]
+
+    def add(self, number: int, integers: Tensor, d_pre: Tensor) -> None:
+        """Tile `number` of the pass; integers [fields, rows] as in Block, d_pre [rows, H]."""
+        rows = TileRows(*integers.unbind(0))
+        for total, index in zip(self.sums, (rows.frame, rows.state), strict=True):
+            if total.shape[2] > 0:
+                total.view(-1, total.shape[2]).index_add_(0, index, d_pre.to(total.dtype))
+
+    def results(self) -> list[Tensor]:
+        return self.sums
+
+
+class GatherSums:
+    """The same on a GPU: sums over nodes in place of rows.
+
+    position[b, t, u] is a node's place among all rows of the pass, -1 where it has none, so that a frame gathers over
+    u, and a state over t, what of its nodes lies in the tile: in all utterances from that of the tile's first row to
+    that of its last.  No dimension of position is shorter than 2, see mark_dynamic.
     """
-    if total.device.type == "cpu":
-        total.index_add_(0, index, rows)
-        return
-    order = index.argsort(stable=True)
-    runs = torch.searchsorted(index[order], torch.arange(len(total) + 1, device=index.device))
-    total += torch.segment_reduce(rows[order], "sum", offsets=runs, axis=0, initial=0)
+
+    def __init__(
+        self, node: Tensor, alignment: Alignment, tile: int, features: int, needed: list[bool], dtype: torch.dtype
+    ) -> None:
+        self.alignment, self.tile = alignment, SumTile(tile, features, tuple(needed), dtype, node.device)
+        self.position = positions(node, alignment)
+        utterances, *lengths = self.position.shape
+        self.sums = [
+            node.new_zeros((utterances, length, features if need else 0), dtype=_wide(dtype))
+            for length, need in zip(lengths, needed, strict=True)
+        ]
+        self.spans = utterance_spans(node, tile, alignment)
+
+    def add(self, number: int, integers: Tensor, d_pre: Tensor) -> None:
+        span = self.spans[number]
+        place = mark_dynamic(self.position.narrow(0, *span) - number * self.tile.rows, 0, 1, 2)
+        parts = compiled(gathered, self.tile)(place, d_pre)
+        for total, part in zip([x for x in self.sums if x.shape[2] > 0], parts, strict=True):
+            total.narrow(0, *span).add_(part)
+
+    def results(self) -> list[Tensor]:
+        lengths = self.alignment.frames, self.alignment.columns
+        return [x[: self.alignment.utterances, :length] for x, length in zip(self.sums, lengths, strict=True)]
+
+
+def positions(node: Tensor, alignment: Alignment) -> Tensor:
+    """[B, T, U1] int32: each node's place in `node`, -1: none; filled up to 2 in each dimension."""
+    sizes = alignment.utterances, alignment.frames, alignment.columns
+    place = torch.arange(len(node), dtype=torch.int32, device=node.device)
+    position = place.new_full((nodes(alignment),), -1).scatter_(0, node, place).view(sizes)
+    missing = [more for size in reversed(sizes) for more in (0, max(2 - size, 0))]
+    return torch.nn.functional.pad(position, missing, value=-1) if any(missing) else position
+
+
+def utterance_spans(node: Tensor, tile: int, alignment: Alignment) -> list[tuple[int, int]]:
+    """First utterance of each tile and number of its utterances, at least 2; read from the device (a host sync) unless
+    all nodes are rows."""
+    if alignment.host_sync:
+        edges = torch.cat([node[::tile], node[tile - 1 :: tile], node[-1:]]).tolist()
+    else:
+        edges = [*range(0, len(node), tile), *range(tile - 1, len(node), tile), len(node) - 1]
+    found = [edge // (alignment.frames * alignment.columns) for edge in edges]
+    tiles = -(-len(node) // tile)
+    most = max(alignment.utterances - 2, 0)
+    return [
+        (min(first, most), max(last - min(first, most) + 1, 2))
+        for first, last in zip(found[:tiles], found[tiles:], strict=False)
+    ]
+
+
+class SumTile(NamedTuple):
+    """What `gathered` is specialised on."""
+
+    rows: int
+    features: int
+    needed: tuple[bool, ...]  # d_encoder, d_predictor
+    dtype: torch.dtype  # of d_pre
+    device: torch.device
+
+
+def gathered(tile: SumTile, place: Tensor, d_pre: Tensor) -> list[Tensor]:
+    """Sums of d_pre [rows, H] over each frame [b, T, H] and over each state [b, U1, H] of b utterances.
+
+    place [b, T, U1]: of each node in d_pre; outside [0, rows) where it is not of this tile.
+    """
+    inside = (place >= 0) & (place < tile.rows)
+    d_pre = torch.where(inside[..., None], d_pre[place.clamp(0, tile.rows - 1)], 0)  # [b, T, U1, H], never in memory
+    return [d_pre.to(_wide(tile.dtype)).sum(dim) for dim, need in zip((2, 1), tile.needed, strict=True) if need]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

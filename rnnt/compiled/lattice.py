@@ -13,7 +13,13 @@ Outside the lattice both are -inf.  gamma is beta without the last blank.  Deriv
 
 gamma is alpha of the lattice seen from its last node, so both run side by side.  The nodes of one anti-diagonal
 d = t + u depend on the one before alone: T + U1 - 1 steps over [2 B, U1], of two operations each, an addition that
-reads every predecessor twice (as the start of a blank and of a label) and a logaddexp of the two.
+reads every predecessor twice (as the start of a blank and of a label) and a logaddexp of the two.  On a GPU, where a
+step takes as long as its launches, the diagonals are cut into blocks that advance side by side.  What leads through a
+block is found first, for all blocks at once, from its diagonals in pairs, fours, eights, ...:
+
+    paths through 2 k diagonals [u, m1 + m2] = logsumexp of  late [u, m2] + early [u - k + m2, m1]
+
+where [u, m] stands for the paths from column u - k + m to column u; then one block after another gets its first scores.
 
 logp_blank [B, T, U1], logp_label [B, T, U], natural log -> losses [B] and weights [B, T, U1], the occupancies that the
 gradient is made of: FastEmit's lambda is in those of label arcs, and nodes below the threshold have none.  Scores are
@@ -27,6 +33,8 @@ from torch import Tensor
 
 from rnnt.layout import dense_mask, label_mask
 from rnnt.problem import Alignment, loss_dtype
+
+BLOCK = 32  # diagonals, a power of two: shorter blocks are more in turn, longer ones more arithmetic
 
 
 def losses_and_weights(
@@ -78,20 +86,57 @@ def occupancies(scores: Tensor, logp_blank: Tensor, logp_label: Tensor, alignmen
 
 
 def scan(logp_blank: Tensor, logp_label: Tensor, alignment: Alignment, sides: int) -> Tensor:
-    """alpha [D, B, 1 + U1] by diagonal d = t + u and column 1 + u; with two sides, [D, 2 B, 1 + U1], gamma below it,
-    by diagonal and column of the reversed lattice.  Column 0 is the border, -inf.  float64."""
+    """alpha [>= D, B, 1 + U1] by diagonal d = t + u and column 1 + u; with two sides, [>= D, 2 B, 1 + U1], gamma below
+    it, by diagonal and column of the reversed lattice.  Column 0 is the border, -inf.  float64."""
     utterances, _, columns = logp_blank.shape
-    arcs = arcs_by_diagonal(logp_blank, logp_label, alignment, sides)  # [D, sides B, 2, U1]
-    scores = arcs.new_full((len(arcs), sides * utterances, 1 + columns), -torch.inf, dtype=torch.float64)
+    arcs = arcs_by_diagonal(logp_blank, logp_label, alignment, sides)[1:]  # [D - 1, sides B, 2, U1]
+    length = BLOCK if logp_blank.device.type != "cpu" and len(arcs) > BLOCK else max(len(arcs), 1)
+    blocks = -(-len(arcs) // length)
+    scores = arcs.new_full((1 + blocks * length, sides * utterances, 1 + columns), -torch.inf, dtype=torch.float64)
     scores[0, :, 1] = 0
-    predecessors = scores.unfold(2, columns, 1).unbind(0)  # [sides B, 2, U1]: column u - 1, column u
-    nodes = scores[:, :, 1:].unbind(0)
-    through = torch.empty_like(arcs[0], dtype=torch.float64)
-    through_label, through_blank = through.unbind(1)
-    for d, arc in enumerate(arcs.unbind(0)[1:]):
-        torch.add(predecessors[d], arc, out=through)
-        torch.logaddexp(through_label, through_blank, out=nodes[d + 1])
+    if blocks == 0:
+        return scores
+    arcs = torch.nn.functional.pad(arcs, (0, 0, 0, 0, 0, 0, 0, blocks * length - len(arcs)), value=-torch.inf)
+    arcs = arcs.unflatten(0, (blocks, length))
+    if blocks > 1:
+        scores[length:-1:length] = starts(scores[0], arcs[:-1])
+    before, after = (x.unflatten(0, (blocks, length)) for x in (scores[:-1], scores[1:]))
+    through = torch.empty_like(arcs[:, 0], dtype=torch.float64)
+    through_label, through_blank = through.unbind(2)
+    # Of each diagonal, all blocks at once; a predecessor is read at column u - 1 and at column u.
+    predecessors, nodes = before.unfold(3, columns, 1).unbind(1), after[..., 1:].unbind(1)
+    for predecessor, arc, node in zip(predecessors, arcs.unbind(1), nodes, strict=True):
+        torch.add(predecessor, arc, out=through)
+        torch.logaddexp(through_label, through_blank, out=node)
     return scores
+
+
+def starts(scores: Tensor, arcs: Tensor) -> Tensor:
+    """Scores [blocks, rows, 1 + U1] of the diagonal after each block, from the scores [rows, 1 + U1] of the one before
+    the first; arcs [blocks, length, rows, 2, U1]."""
+    columns, length = arcs.shape[4], arcs.shape[1]
+    paths = arcs.double().transpose(3, 4)  # of one diagonal: the label's arc, the blank's arc
+    while paths.shape[1] > 1:
+        paths = joined(paths[:, 0::2], paths[:, 1::2])
+    found = scores.new_full((1 + len(arcs), len(scores), length + columns), -torch.inf)
+    found[0, :, length:] = scores[:, 1:]
+    sources = found.unfold(2, 1 + length, 1)  # [1 + blocks, rows, U1, 1 + length]
+    for block, path in enumerate(paths[:, 0].unbind(0)):
+        found[block + 1, :, length:] = torch.logsumexp(sources[block] + path, 2)
+    return found[1:, :, length - 1 :]
+
+
+def joined(early: Tensor, late: Tensor) -> Tensor:
+    """Log-likelihood [..., U1, 2 k + 1] of all paths through 2 k diagonals, from those [..., U1, k + 1] through the
+    early k of them and the late k.  Entry m of column u: paths from column u - k + m to column u."""
+    columns, k = early.shape[-2], early.shape[-1] - 1
+    early = torch.nn.functional.pad(early, (0, 0, k, 0), value=-torch.inf)
+    paths = early.new_full((*late.shape[:-1], 2 * k + 1), -torch.inf)
+    for m in range(k + 1):
+        through = early[..., m : m + columns, :] + late[..., m, None]
+        part = paths[..., m : m + k + 1]
+        torch.logaddexp(part, through, out=part)
+    return paths
 
 
 def arcs_by_diagonal(logp_blank: Tensor, logp_label: Tensor, alignment: Alignment, sides: int) -> Tensor:

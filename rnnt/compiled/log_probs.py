@@ -8,20 +8,21 @@
     Gradient of  -(w_blank logp_blank + w_label logp_label)  at the logits:
     g[v]       = (w_blank + w_label) exp(logits[v] - lse) - w_blank [v = blank] - w_label [v = label]
 
-hidden [rows, H] -> product [rows, V] in the compute dtype -> logp_blank, logp_label [rows], g [rows, V], computed in
-float32 (float64 stays float64).  label is -1 where a row has no next label; its logp_label is 0.  The bias is added in
-float32: a product rounded to 16 bits and, with the bias, rounded again errs to one side, differently for each class,
+hidden [rows, H] -> product [rows, V] in the compute dtype -> logp_blank, logp_label, lse [rows], g [rows, V], computed
+in float32 (float64 stays float64).  label is -1 where a row has no next label; its logp_label is 0.  The bias is added
+in float32: a product rounded to 16 bits and, with the bias, rounded again errs to one side, differently for each class,
 and a path adds up hundreds of blanks.
 
 Two functions of a tile are compiled, each into one graph whatever the lengths of a batch:
 
-    score        logp_blank and logp_label, without gradient
-    surrogate    zeros whose derivative is that of the loss: the occupancies, known by then, are the weights
+    score        logp_blank, logp_label and lse, without gradient
+    surrogate    zeros whose derivative is that of the loss: the occupancies and lse, known by then, are given
 
 The surrogate's tile runs under non-reentrant torch.utils.checkpoint inside the compiled graph, and its value depends on
-nothing: its forward graph is empty, and the backward graph computes the tile once and differentiates it.  Untiled,
-`kept` brings the product from the forward pass, and the output layer is only differentiated.  Nothing but inputs is
-kept between the two graphs, so that Inductor has no buffers to give away and a retained graph works again.
+nothing: its forward graph is empty, and the backward graph computes the tile once and differentiates it.  With lse
+given, g is one pass over the product.  Untiled, `kept` brings the product from the forward pass, and the output layer
+is only differentiated.  Nothing but inputs is kept between the two graphs, so that Inductor has no buffers to give away
+and a retained graph works again.
 
 Before: joint.py.  After: lattice.py.
 """
@@ -67,38 +68,40 @@ class DenseTile(NamedTuple):
 class JointInputs(NamedTuple):
     encoder: Tensor  # [B T, H], constant
     predictor: Tensor  # [B U1, H], constant
-    anchor: Tensor | None  # [rows, H]
+    anchor: Tensor | None  # [rows, H] in the compute dtype
     weight: Tensor  # [V, H] in the compute dtype
     bias: Tensor  # [V], float32 or float64
 
 
-def score(tile: Tile, inputs: JointInputs, rows: TileRows) -> tuple[Tensor, ...]:
-    """logp_blank, logp_label [rows] and, when it is to be kept, the product [rows, V]; without gradient."""
+def score(tile: Tile, inputs: JointInputs, integers: Tensor) -> tuple[Tensor, ...]:
+    """The product [rows, V], where it is to be kept, and logp_blank, logp_label, lse [rows]; without gradient."""
+    rows = TileRows(*integers.unbind(0))
     product = output_layer(tile, inputs, rows)
-    picked = pick(_wide(product) + inputs.bias, rows.label, tile.blank)
-    return (*picked, product) if tile.keep else picked
+    scores = _wide(product) + inputs.bias
+    lse = log_sum_exp(scores)
+    found = *pick(scores, rows.label, tile.blank, lse), lse
+    return (product, *found) if tile.keep else found
 
 
-def surrogate(
-    tile: Tile, inputs: JointInputs, rows: TileRows, kept: Tensor | None, blank_weight: Tensor, label_weight: Tensor
-) -> Tensor:
+def surrogate(tile: Tile, inputs: JointInputs, integers: Tensor, weights: Tensor, kept: Tensor | None) -> Tensor:
     """Zeros [rows] with the derivative of -(blank_weight logp_blank + label_weight logp_label), clamped at the logits.
 
-    kept: the product, or None.
+    weights [3, rows]: blank_weight, label_weight, lse; kept [N, V]: products, or None.
     """
+    rows = TileRows(*integers.unbind(0))
 
     def run(inputs: JointInputs) -> Tensor:
         product = output_layer(tile, inputs, rows)
-        return Surrogate.apply(
-            product, inputs.bias, kept, rows.label, blank_weight, label_weight, tile.blank, tile.clamp
-        )
+        before = None if kept is None else kept[rows.row]
+        return Surrogate.apply(product, inputs.bias, before, rows.label, weights, tile.blank, tile.clamp)
 
     return checkpoint(run, inputs, use_reentrant=False, preserve_rng_state=False)  # dropout draws from no generator
 
 
 def dense_score(tile: DenseTile, logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
     """logp_blank, logp_label [rows]."""
-    return pick(_wide(logits), label, tile.blank, tile.log_softmax)
+    scores = _wide(logits)
+    return pick(scores, label, tile.blank, log_sum_exp(scores) if tile.log_softmax else None)
 
 
 def dense_gradient(
@@ -106,41 +109,39 @@ def dense_gradient(
 ) -> Tensor:
     """upstream [rows] times g, clamped: [rows, V] in the logits' dtype."""
     scores = _wide(logits)
-    gradient = scores_gradient(scores, label, blank_weight, label_weight, tile.blank, tile.clamp, tile.log_softmax)
+    lse = log_sum_exp(scores) if tile.log_softmax else None
+    gradient = scores_gradient(scores, label, blank_weight, label_weight, tile.blank, tile.clamp, lse)
     return times_upstream(gradient, upstream, blank_weight, label_weight).to(logits.dtype)
 
 
 def output_layer(tile: Tile, inputs: JointInputs, rows: TileRows) -> Tensor:
     """product [rows, V] in the compute dtype."""
     hidden = joint(
-        inputs.encoder, inputs.predictor, inputs.anchor, rows.frame, rows.state, rows.key_1, rows.key_2,
-        tile.activation, tile.dropout_p, tile.compute_dtype,
-    )  # fmt: skip
+        inputs.encoder, inputs.predictor, inputs.anchor, rows, tile.activation, tile.dropout_p, tile.compute_dtype
+    )
     return torch.nn.functional.linear(hidden, inputs.weight)
 
 
-def pick(scores: Tensor, label: Tensor, blank: int, log_softmax: bool = True) -> tuple[Tensor, Tensor]:
-    """logp_blank, logp_label [rows] of the logits [rows, V]."""
+def pick(scores: Tensor, label: Tensor, blank: int, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """logp_blank, logp_label [rows] of the logits [rows, V]; lse None: these are log-probabilities already."""
     blank_score = scores[:, blank]
     label_score = scores.gather(1, label.clamp(min=0)[:, None])[:, 0]
-    if log_softmax:
-        lse = log_sum_exp(scores)
+    if lse is not None:
         blank_score, label_score = blank_score - lse, label_score - lse
     return blank_score, torch.where(label < 0, 0, label_score)
 
 
 def scores_gradient(
     scores: Tensor, label: Tensor, blank_weight: Tensor, label_weight: Tensor, blank: int, clamp: float,
-    log_softmax: bool = True,
+    lse: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """g [rows, V], clamped; exactly 0 in rows whose weights are 0, whatever their logits."""
     v = torch.arange(scores.shape[1], device=scores.device)
     gradient = -torch.where(v == blank, blank_weight[:, None], 0)
     gradient = gradient - torch.where(v == label[:, None], label_weight[:, None], 0)
-    if log_softmax:
+    if lse is not None:
         weight = (blank_weight + label_weight)[:, None]
-        softmax = torch.exp(scores - log_sum_exp(scores)[:, None])
-        gradient = gradient + torch.where(weight == 0, 0, weight * softmax)
+        gradient = gradient + torch.where(weight == 0, 0, weight * torch.exp(scores - lse[:, None]))
     return gradient.clamp(-clamp, clamp) if clamp > 0 else gradient
 
 
@@ -157,25 +158,27 @@ def log_sum_exp(scores: Tensor) -> Tensor:
 
 
 class Surrogate(torch.autograd.Function):
-    """Zeros [rows] whose derivative at the logits is g."""
+    """Zeros [rows] whose derivative at the logits is g; before: the product as it was kept, or None."""
 
     @staticmethod
     def forward(
-        ctx: Any, product: Tensor, bias: Tensor, kept: Tensor | None, label: Tensor,
-        blank_weight: Tensor, label_weight: Tensor, blank: int, clamp: float,
+        ctx: Any, product: Tensor, bias: Tensor, before: Tensor | None, label: Tensor, weights: Tensor,
+        blank: int, clamp: float,
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(product if kept is None else kept, bias, label, blank_weight, label_weight)
+        ctx.save_for_backward(product if before is None else before, bias, label, weights)
         ctx.constants = blank, clamp
-        return torch.zeros_like(blank_weight)
+        return torch.zeros_like(weights[0])
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        product, bias, label, blank_weight, label_weight = ctx.saved_tensors
+        product, bias, label, weights = ctx.saved_tensors
+        blank_weight, label_weight, lse = weights.unbind(0)
+        blank, clamp = ctx.constants
         scores = _wide(product) + bias
-        gradient = scores_gradient(scores, label, blank_weight, label_weight, *ctx.constants)
-        gradient = times_upstream(gradient, upstream, blank_weight, label_weight)
-        d_bias = gradient.sum(0) if ctx.needs_input_grad[1] else None
-        return gradient.to(product.dtype), d_bias, None, None, None, None, None, None
+        gradient = scores_gradient(scores, label, blank_weight, label_weight, blank, clamp, lse)
+        gradient = times_upstream(gradient, upstream, blank_weight, label_weight).to(product.dtype)
+        d_bias = gradient.sum(0, dtype=bias.dtype) if ctx.needs_input_grad[1] else None
+        return gradient, d_bias, None, None, None, None, None
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -8,13 +8,15 @@ times its utterance's upstream gradient.  Rows whose occupancy is below the thre
 weight is not 0, and the others take no part in the backward pass.  `joint_log_probs` differs in its weights alone.
 
 Running sums of gradients are float32 (float64 stays float64), taken in a fixed order, cast to their input's dtype once.
-What is kept from forward to backward is two weights a node; untiled, the products too.  The number of live rows is read
-from the device, one host sync in the backward pass; where the caller wants none (validate=False), all rows are sent.
+What is kept from forward to backward is two weights and lse of a node; untiled, the products too.  The backward pass
+waits for the device, before its tiles, to read how many rows are live and where tiles begin among them; where the
+caller wants no waiting (validate=False), all nodes are sent.
 
 The passes are operators of torch.library, opaque to torch.compile of a model around them.
 Before: backends.py.  Beside: dense_loss.py, which enters the pipeline later.
 """
 
+import itertools
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,24 +24,23 @@ import torch
 from torch import Tensor
 
 from rnnt.compiled import lattice, log_probs
-from rnnt.compiled.joint import add_rows, matrix
+from rnnt.compiled.joint import GatherSums, IndexSums, matrix
 from rnnt.compiled.log_probs import JointInputs, Tile
 from rnnt.compiled.tiles import (
     LARGEST_TILE,
-    all_rows,
+    all_nodes,
+    blocks,
     compiled,
-    dense,
-    flat,
-    flat_planes,
-    live_rows,
+    live_nodes,
+    mark_dynamic,
     nodes,
+    plane,
     static_size,
-    tiles,
 )
 from rnnt.layout import dense_mask, label_mask
 from rnnt.problem import Alignment, JointProblem
 
-ALIGNMENT = 16  # classes: 32 bytes of 16-bit scores
+ALIGNMENT = 16, 64  # classes of less than 512, and of more: whole blocks of a matrix product
 LONGEST_SUM = 2**13  # rows of a float32 product over rows: longer ones, in one chain of additions, lose digits
 
 
@@ -51,7 +52,7 @@ def joint_loss(problem: JointProblem) -> Tensor:
 
 
 def joint_log_probs(problem: JointProblem) -> tuple[Tensor, Tensor]:
-    logp_blank, logp_label, _ = joint_log_probs_operator(*_arguments(problem), _wanted(problem))
+    logp_blank, logp_label, *_ = joint_log_probs_operator(*_arguments(problem), _wanted(problem))
     return logp_blank, logp_label
 
 
@@ -66,66 +67,74 @@ def _wanted(problem: JointProblem) -> bool:
 # The two passes over tiles.
 
 
-def _score(problem: JointProblem, keep: int) -> tuple[Tensor, Tensor, Tensor]:
-    """logp_blank [B, T, U1], logp_label [B, T, U]; room for `keep` rows' products [keep, V], 0: none are kept."""
-    alignment = problem.alignment
+def _score(problem: JointProblem, keep: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logp_blank, logp_label (its last column is of no use), lse [B, T, U1]; room for `keep` rows' products [keep, V],
+    0: none are kept."""
+    alignment, node = problem.alignment, all_nodes(problem.alignment)
     inputs = _constants(problem)
     size = _size(problem.linear_weight, problem.compute_dtype, problem.tile_rows)
     call = compiled(log_probs.score, _tile(problem, inputs, size, keep > 0))
-    planes = flat_planes(alignment, problem.compute_dtype)
     kept = inputs.weight.new_empty((keep, len(inputs.weight)))
-    for number, rows in enumerate(tiles(alignment, all_rows(alignment), size, problem.seed)):
-        logp_blank, logp_label, *product = call(inputs, rows)
-        planes[0].index_copy_(0, rows.node, logp_blank)
-        planes[1].index_copy_(0, rows.node, logp_label)
-        if keep:
-            kept[number * size : (number + 1) * size] = product[0]
-    return *dense(planes, alignment), kept
+    parts = iter(kept.split(size))
+    values = []
+    for block in blocks(alignment, node, size, problem.seed):
+        for integers in block.integers:
+            *found, lse = call(inputs, integers)
+            if keep:
+                next(parts).copy_(found.pop(0))  # which frees it before the next tile
+            values.append((*found, lse))
+    logp_blank, logp_label, lse = (plane(x, node, alignment) for x in zip(*values, strict=True))
+    return logp_blank, logp_label, lse, kept
 
 
 def _gradients(
-    problem: JointProblem, blank: Tensor, label: Tensor, upstream: Tensor, kept: Tensor, needed: list[bool]
-) -> list[Tensor]:
-    """Gradients of the four float inputs, empty where they are not needed; weights [B, T, U1], upstream [B]."""
+    problem: JointProblem, blank: Tensor, label: Tensor, lse: Tensor, upstream: Tensor, kept: Tensor,
+    needed: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of the four float inputs, empty where they are not needed; weights and lse [B, T, U1], upstream [B]."""
     alignment, wide, device = problem.alignment, blank.dtype, problem.device
+    features = problem.encoder.shape[2]
     size = _size(problem.linear_weight, problem.compute_dtype, problem.tile_rows, backward=True)
-    row = live_rows(blank, label, alignment)
-    blank, label = flat(blank), flat(label)
+    node = live_nodes(blank, label, alignment)
+    blank, label, lse = blank.flatten(), label.flatten(), lse.flatten()
     # Gradients travel in the compute dtype at the scale of one utterance, whatever scale the caller gives the loss.
     largest = torch.where(upstream.isfinite(), upstream.abs(), 0).amax()
     unit = torch.exp2(torch.frexp(largest)[1].clamp(-100, 100).to(wide))
     upstream = upstream / unit
 
-    sums = [torch.zeros(x.shape if need else 0, dtype=wide, device=device) for x, need in _needed(problem, needed)]
-    d_encoder, d_predictor, d_weight, d_bias = sums
     inputs = _constants(problem)
     leaves = []
     if needed[0] or needed[1]:
-        anchor = torch.zeros((), dtype=wide, device=device).expand(size, problem.encoder.shape[2])
+        anchor = torch.zeros((), dtype=problem.compute_dtype, device=device).expand(size, features)
         inputs = inputs._replace(anchor=anchor)
         leaves.append(anchor)
-    leaves += [x for x, need in ((inputs.weight, needed[2]), (inputs.bias, needed[3])) if need]
+    layer = [x for x, need in ((inputs.weight, needed[2]), (inputs.bias, needed[3])) if need]
+    leaves += layer
+    layer_sums = [torch.zeros_like(x, dtype=wide) for x in layer]
     for leaf in leaves:
         leaf.requires_grad_()
 
-    keep = len(kept) > 0
-    call = compiled(log_probs.surrogate, _tile(problem, inputs, size, keep))
-    for rows in tiles(alignment, row, size, problem.seed):
-        product = kept[rows.row.clamp(max=len(kept) - 1)] if keep else None
-        with torch.enable_grad():
-            zeros = call(inputs, rows, product, blank[rows.node], label[rows.node])
-        gradients = iter(torch.autograd.grad(zeros, leaves, upstream[rows.utterance]))
-        if needed[0] or needed[1]:
-            d_pre = next(gradients)
-            if needed[0]:
-                add_rows(d_encoder.view(-1, d_pre.shape[1]), rows.frame, d_pre)
-            if needed[1]:
-                add_rows(d_predictor.view(-1, d_pre.shape[1]), rows.state, d_pre)
-        if needed[2]:
-            d_weight += next(gradients)[: len(d_weight)]
-        if needed[3]:
-            d_bias += next(gradients)[: len(d_bias)]
-    return [(total * unit).to(x.dtype) for total, (x, _) in zip(sums, _needed(problem, needed), strict=True)]
+    products = mark_dynamic(kept, 0) if len(kept) > 0 else None
+    call = compiled(log_probs.surrogate, _tile(problem, inputs, size, products is not None))
+    sums = (IndexSums if device.type == "cpu" else GatherSums)(
+        node, alignment, size, features, needed[:2], problem.compute_dtype
+    )
+    number = itertools.count()
+    for block in blocks(alignment, node, size, problem.seed, numbered=products is not None):
+        floats = [torch.where(block.valid, x[block.node], 0) for x in (blank, label)]
+        weights = torch.stack([*floats, lse[block.node]], 1)
+        for integers, weight, d_zeros in zip(block.integers, weights, upstream[block.utterance], strict=True):
+            with torch.enable_grad():
+                zeros = call(inputs, integers, weight, products)
+            gradients = list(torch.autograd.grad(zeros, leaves, d_zeros))
+            if inputs.anchor is not None:
+                sums.add(next(number), integers, gradients.pop(0))
+            for total in layer_sums:
+                total += gradients.pop(0)  # which frees it before the next tile
+    found = iter([x for x, need in zip(sums.results(), needed, strict=False) if need] + layer_sums)
+    return [
+        (next(found)[: len(x)] * unit).to(x.dtype) if need else x.new_empty(0) for x, need in _needed(problem, needed)
+    ]
 
 
 def _needed(problem: JointProblem, needed: list[bool]) -> list[tuple[Tensor, bool]]:
@@ -141,17 +150,22 @@ def _constants(problem: JointProblem) -> JointInputs:
     missing = _padded(len(weight)) - len(weight)
     wide = torch.promote_types(problem.compute_dtype, torch.float32)
     bias = weight.new_zeros(len(weight), dtype=wide) if bias is None else bias.detach().to(wide)
+    weight = weight.to(problem.compute_dtype)
+    if missing:
+        weight = torch.nn.functional.pad(weight, (0, 0, 0, missing))
+        bias = torch.nn.functional.pad(bias, (0, missing), value=-torch.inf)
     return JointInputs(
         encoder=matrix(problem.encoder),
         predictor=matrix(problem.predictor),
         anchor=None,
-        weight=torch.nn.functional.pad(weight.to(problem.compute_dtype), (0, 0, 0, missing)).contiguous(),
-        bias=torch.nn.functional.pad(bias, (0, missing), value=-torch.inf),
+        weight=weight.contiguous(),
+        bias=bias.contiguous(),
     )
 
 
 def _padded(classes: int) -> int:
-    return -(-classes // ALIGNMENT) * ALIGNMENT
+    multiple = ALIGNMENT[classes > 512]
+    return -(-classes // multiple) * multiple
 
 
 def _tile(problem: JointProblem, inputs: JointInputs, rows: int, keep: bool) -> Tile:
@@ -173,9 +187,9 @@ def _tile(problem: JointProblem, inputs: JointInputs, rows: int, keep: bool) -> 
 def _size(weight: Tensor, dtype: torch.dtype, tile_rows: int | str | None, backward: bool = False) -> int:
     """Rows of a tile."""
     classes, features = _padded(len(weight)), weight.shape[1]
-    row_bytes = (classes + features) * dtype.itemsize  # logits, hidden
-    if backward:
-        row_bytes = 2 * row_bytes + features * max(dtype.itemsize, 4)  # their gradients, d_pre
+    row_bytes = (classes + features) * dtype.itemsize  # product, hidden
+    if backward and weight.device.type != "cpu":
+        row_bytes += classes * dtype.itemsize  # the product's gradient, for which Inductor may find no place
     size = static_size(tile_rows, row_bytes, weight.device)
     if backward and dtype.itemsize >= 4 and not isinstance(tile_rows, int):
         size = min(size, LONGEST_SUM)
@@ -235,19 +249,20 @@ def joint_loss_operator(
     blank: int, rows: int, host_sync: bool, activation: str, dropout_p: float, clamp: float,
     tile_rows: int, untiled: bool, dtype: torch.dtype,
     fastemit_lambda: float, occupancy_threshold: float, with_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """losses [B]; for the backward pass, else empty, two weights [B, T, U1] and, untiled, products [rows, V]."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """losses [B]; for the backward pass, else empty, two weights [B, T, U1], lse [B, T, U1] and, untiled, products
+    [rows, V]."""
     problem = _problem(
         encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
         blank, rows, host_sync, activation, dropout_p, clamp, tile_rows, untiled, dtype,
     )  # fmt: skip
     with torch.no_grad():
         keep = _kept_rows(rows, linear_weight, dtype) if untiled and with_gradient else 0
-        logp_blank, logp_label, kept = _score(problem, keep)
+        logp_blank, logp_label, lse, kept = _score(problem, keep)
         losses, blank_weight, label_weight = lattice.losses_and_weights(
-            logp_blank, logp_label, problem.alignment, fastemit_lambda, occupancy_threshold, with_gradient
+            logp_blank, logp_label[:, :, :-1], problem.alignment, fastemit_lambda, occupancy_threshold, with_gradient
         )
-    return losses, blank_weight, label_weight, kept
+    return losses, blank_weight, label_weight, lse if with_gradient else lse.new_empty((0, 0, 0)), kept
 
 
 @torch.library.custom_op("rnnt::compiled_joint_log_probs", mutates_args=())
@@ -256,16 +271,17 @@ def joint_log_probs_operator(
     targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
     blank: int, rows: int, host_sync: bool, activation: str, dropout_p: float, clamp: float,
     tile_rows: int, untiled: bool, dtype: torch.dtype, with_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """logp_blank [B, T, U1], logp_label [B, T, U]; untiled, products [rows, V] for the backward pass, else empty."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """logp_blank [B, T, U1], logp_label [B, T, U]; for the backward pass, else empty, lse [B, T, U1] and, untiled,
+    products [rows, V]."""
     problem = _problem(
         encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths, seed,
         blank, rows, host_sync, activation, dropout_p, clamp, tile_rows, untiled, dtype,
     )  # fmt: skip
     with torch.no_grad():
         keep = _kept_rows(rows, linear_weight, dtype) if untiled and with_gradient else 0
-        logp_blank, logp_label, kept = _score(problem, keep)
-    return logp_blank.clone(), logp_label.contiguous(), kept
+        logp_blank, logp_label, lse, kept = _score(problem, keep)
+    return logp_blank, logp_label[:, :, :-1].contiguous(), lse if with_gradient else lse.new_empty((0, 0, 0)), kept
 
 
 @torch.library.custom_op("rnnt::compiled_joint_backward", mutates_args=())
@@ -274,7 +290,7 @@ def joint_backward_operator(
     targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, seed: Tensor | None,
     blank: int, rows: int, host_sync: bool, activation: str, dropout_p: float, clamp: float,
     tile_rows: int, untiled: bool, dtype: torch.dtype,
-    blank_weight: Tensor, label_weight: Tensor, kept: Tensor, upstream: Tensor, needed: list[bool],
+    blank_weight: Tensor, label_weight: Tensor, lse: Tensor, kept: Tensor, upstream: Tensor, needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """d_encoder, d_predictor, d_linear_weight, d_linear_bias; empty where not needed."""
     problem = _problem(
@@ -282,7 +298,7 @@ def joint_backward_operator(
         blank, rows, host_sync, activation, dropout_p, clamp, tile_rows, untiled, dtype,
     )  # fmt: skip
     with _above_autograd(), torch.no_grad(), torch.autocast(encoder.device.type, enabled=False):
-        gradients = _gradients(problem, blank_weight, label_weight, upstream, kept, needed)
+        gradients = _gradients(problem, blank_weight, label_weight, lse, upstream, kept, needed)
     d_encoder, d_predictor, d_weight, d_bias = gradients
     return d_encoder, d_predictor, d_weight, d_bias
 
@@ -299,8 +315,8 @@ def _above_autograd() -> AbstractContextManager[None]:
 def _(encoder, predictor, *arguments):  # type: ignore[no-untyped-def]
     untiled, dtype, *_, with_gradient = arguments[13:]
     losses = encoder.new_empty(len(encoder), dtype=torch.promote_types(dtype, torch.float32))
-    weights = [losses.new_empty(_nodes(encoder, predictor, with_gradient)) for _ in range(2)]
-    return losses, *weights, _kept(arguments[0], untiled and with_gradient, arguments[7], dtype)
+    planes = [losses.new_empty(_nodes(encoder, predictor, with_gradient)) for _ in range(3)]
+    return losses, *planes, _kept(arguments[0], untiled and with_gradient, arguments[7], dtype)
 
 
 @joint_log_probs_operator.register_fake
@@ -308,7 +324,8 @@ def _(encoder, predictor, *arguments):  # type: ignore[no-untyped-def]
     untiled, dtype, with_gradient = arguments[13:]
     blank = encoder.new_empty(_nodes(encoder, predictor), dtype=torch.promote_types(dtype, torch.float32))
     label = torch.empty_like(blank[:, :, :-1], memory_format=torch.contiguous_format)
-    return blank, label, _kept(arguments[0], untiled and with_gradient, arguments[7], dtype)
+    lse = blank.new_empty(_nodes(encoder, predictor, with_gradient))
+    return blank, label, lse, _kept(arguments[0], untiled and with_gradient, arguments[7], dtype)
 
 
 @joint_backward_operator.register_fake
@@ -332,46 +349,46 @@ def _joint_context(ctx: Any, inputs: tuple[Any, ...], *results: Tensor) -> None:
 
 
 def _joint_backward(
-    ctx: Any, tensors: list[Tensor], blank: Tensor, label: Tensor, kept: Tensor, upstream: Tensor
+    ctx: Any, tensors: list[Tensor], blank: Tensor, label: Tensor, lse: Tensor, kept: Tensor, upstream: Tensor
 ) -> list[Tensor | None]:
     needed = [need and x is not None for need, x in zip(ctx.needs_input_grad[:4], tensors[:4], strict=True)]
-    gradients = joint_backward_operator(*tensors, *ctx.numbers, blank, label, kept, upstream, needed)
+    gradients = joint_backward_operator(*tensors, *ctx.numbers, blank, label, lse, kept, upstream, needed)
     return [gradient if need else None for gradient, need in zip(gradients, needed, strict=True)]
 
 
 def _joint_loss_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, blank, label, kept = output
-    ctx.mark_non_differentiable(blank, label, kept)
-    _joint_context(ctx, inputs, blank, label, kept)
+    _, *for_backward = output
+    ctx.mark_non_differentiable(*for_backward)
+    _joint_context(ctx, inputs, *for_backward)
 
 
 def _joint_loss_backward(ctx: Any, d_losses: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    *tensors, blank, label, kept = ctx.saved_tensors  # once: activation checkpointing forbids a second look
-    return *_joint_backward(ctx, tensors, blank, label, kept, d_losses), *(None,) * 16
+    *tensors, blank, label, lse, kept = ctx.saved_tensors  # once: activation checkpointing forbids a second look
+    return *_joint_backward(ctx, tensors, blank, label, lse, kept, d_losses), *(None,) * 16
 
 
 def _joint_log_probs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    kept = output[2]
-    ctx.mark_non_differentiable(kept)
-    _joint_context(ctx, inputs, kept)
+    _, _, *for_backward = output
+    ctx.mark_non_differentiable(*for_backward)
+    _joint_context(ctx, inputs, *for_backward)
     ctx.shape = output[0].shape
 
 
-def _joint_log_probs_backward(ctx: Any, d_blank: Tensor | None, d_label: Tensor | None, _: None) -> tuple[Any, ...]:
+def _joint_log_probs_backward(ctx: Any, d_blank: Tensor | None, d_label: Tensor | None, *_: None) -> tuple[Any, ...]:
     """The weights are minus the gradients of the planes, which are not read outside the lengths."""
-    *tensors, kept = ctx.saved_tensors
+    *tensors, lse, kept = ctx.saved_tensors
     encoder, _, _, _, targets, encoder_lengths, target_lengths, _ = tensors
     blank, rows, host_sync = ctx.numbers[:3]
     alignment = Alignment(targets, encoder_lengths, target_lengths, blank, encoder.shape[1], rows, host_sync)
     inside, has_label = dense_mask(alignment), label_mask(alignment)
-    zero = kept.new_zeros((), dtype=torch.promote_types(kept.dtype, torch.float32))
+    zero = lse.new_zeros(())
     blank_weight = label_weight = zero.expand(ctx.shape)
     if d_blank is not None:
         blank_weight = torch.where(inside, -d_blank, zero)
     if d_label is not None:
         label_weight = torch.nn.functional.pad(torch.where(has_label, -d_label, zero), (0, 1))
     upstream = zero.new_ones(ctx.shape[0])
-    return *_joint_backward(ctx, tensors, blank_weight, label_weight, kept, upstream), *(None,) * 14
+    return *_joint_backward(ctx, tensors, blank_weight, label_weight, lse, kept, upstream), *(None,) * 14
 
 
 joint_loss_operator.register_autograd(_joint_loss_backward, setup_context=_joint_loss_context)

@@ -1,39 +1,40 @@
 """Peak memory of one training call: a tile, the planes, the sums of the gradients.
 
-Bytes, with n = B T U1, N rows (all of them live), D = T + U diagonals, R rows of a tile, r rows of a block of tiles, V
-padded as loss.py does it, s bytes of the compute dtype, w of the planes and sums (4, float64: 8), and
-S = B T H + B U1 H + V H + V.  The largest of these moments, with the output layer's copy (V H s + V w) where
-there are tiles:
+Bytes, with n = B T U1, N rows (all of them live), D = T + U diagonals, R rows of a tile, r rows of a block of tiles, b
+utterances that a tile reaches, V padded as loss.py does it, s bytes of the compute dtype, w of the planes and sums (4,
+float64: 8), and S = B T H + B U1 H + V H + V.  The largest of these moments, with the output layer's copy (V H s + V w)
+where there are tiles:
 
-    rows       2 n w + 8 N + 89 r                    planes, a block's integers while they are looked up
-    scores     2 n w + 8 N + 49 r + R (H + V) s      untiled: + R V s, the tile before
-    lattice    2 n w + 16 B D (U1 + 1) + 66 n        scores and gathered planes in float64
-    live rows  2 n w + 67 N                          the nodes with a weight, as indices
-    again      4 n w + 8 N + 89 r + S w              the same of live rows
-    gradients  4 n w + 8 N + 49 r + S w + tile       and, where there was a tile before, its gradients: R H w + V H s
-    finish     4 n w + 8 N + 49 r + S w + S s        results beside sums; 16 bits: + the largest sum once more
+    rows       8 N + n + 65 r                            a block's integers while they are looked up
+    scores     8 N + 3 N w + 41 r + R (H + V) s
+    planes     8 N + 6 N w + 41 r                        planes beside the tiles' scores
+    lattice    3 n w + 16 B D (U1 + 1) + 66 n            scores and gathered planes in float64
+    live rows  3 n w + 3 n + 8 N                         the nodes with a weight
+    again      3 n w + 8 N + n + 65 r + S w              the same of live rows
+    gradients  3 n w + 8 N + (41 + 4 w) r + S w + tile
+    finish     3 n w + 8 N + (41 + 4 w) r + S w + S s    results beside sums; 16 bits: + the largest sum once more
 
-untiled with the products N V s, N in whole tiles.  A tile's gradients take, whichever is more,
+untiled with the products N V s, N in whole tiles.  A tile's gradients take V H s and, whichever is more,
 
-    16 bits, tiled      R (H (4 + s) + V (4 + 2 s))    or   R (H (4 + s) + V s) + V H s
-    16 bits, untiled    R V (4 + 2 s)                  or   R (H (4 + 2 s) + 2 V s) + V H s
-    32 or 64, tiled     R (2 H + V) s + V H s               untiled: + R V s
+    its matrix products    on a GPU R (2 H + 2 V) s, at 16 bits R (H + 2 V) s, on the CPU R (H (w + s) + V s)
+    its sums               R H (w + s) on the CPU, R H s + b (T + U1) H w on a GPU, where 4 n more tell nodes' places
 
-and, on a GPU, adding d_pre [R, H] to its frames and states 2 R H w + V H s + B T H w.
+and 400 KB that oneDNN takes for a 16-bit product on the CPU.
 Before: rnnt/plan.py.  Beside: loss.py, tiles.py, whose sizes these are.
 """
 
 import torch
 
 from rnnt.compiled.loss import _kept_rows, _padded, _size, clipped_tile_rows
-from rnnt.compiled.tiles import BLOCK, nodes
+from rnnt.compiled.tiles import BLOCK, kind, nodes
 from rnnt.problem import JointProblem
 
 INTEGER = 8  # bytes
-ROW = 6 * INTEGER + 1  # what is kept of each row of a block: the fields of TileRows without dropout's keys, validity
-ROW_LOOKED_UP = ROW + 5 * INTEGER
+ROW = 5 * INTEGER + 1  # of each row of a block: the fields of TileRows without a number and keys, those of Block
+ROW_LOOKED_UP = ROW + 3 * INTEGER
 LATTICE_NODE = 8 * 8 + 2  # eight float64 or int64 planes and two masks when the occupancies have been found
-LIVE_ROW = 8 * INTEGER + 3
+PLACE = 4
+ONEDNN = 400_000
 
 
 def plan(problem: JointProblem) -> tuple[int | None, dict[str, int]]:
@@ -45,50 +46,43 @@ def plan(problem: JointProblem) -> tuple[int | None, dict[str, int]]:
     narrow, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
     layer = {"output layer's copy": classes * (features * narrow + wide)}
     kept = {"kept products": _kept_rows(rows, weight, dtype) * classes * narrow if untiled else 0}
+    every = INTEGER * rows
+    most = BLOCK[kind(problem.device)]
 
-    def sizes(tile: int) -> tuple[int, int]:
-        """Rows and their integers in a block of tiles."""
-        return min(-(-rows // tile) * tile, max(BLOCK // tile, 1) * tile), INTEGER * rows
+    def block(tile: int) -> int:
+        """Rows in a block of tiles."""
+        return min(-(-rows // tile) * tile, max(most // tile, 1) * tile)
 
     tile_rows = clipped_tile_rows(problem)
     tile = _size(weight, dtype, tile_rows)
-    block, every = sizes(tile)
-    scored = tile * (features + classes * (2 if untiled and tile < rows else 1)) * narrow
-    planes = 2 * n * wide
+    scored = tile * (features + classes) * narrow
+    planes = 3 * n * wide
     lattice = 16 * alignment.utterances * (alignment.frames + alignment.columns - 1) * (alignment.columns + 1)
     moments = [
-        {"planes": planes, "rows": every + ROW_LOOKED_UP * block, **layer},
-        {"planes": planes, "rows": every + ROW * block, "tile workspace": scored, **layer},
+        {"rows": every + n + ROW_LOOKED_UP * block(tile), **layer},
+        {"planes": 3 * rows * wide, "rows": every + ROW * block(tile), "tile workspace": scored, **layer},
+        {"planes": 3 * rows * wide + planes, "rows": every + ROW * block(tile), **layer},
         {"planes": planes, "lattice": lattice + LATTICE_NODE * n},
-        {"planes": planes, "rows": LIVE_ROW * rows},
+        {"planes": planes, "rows": every + 3 * n},
     ]
 
     tile = _size(weight, dtype, tile_rows, backward=True)
-    block, every = sizes(tile)
     gradients = [x.numel() for x in (problem.encoder, problem.predictor, weight, problem.linear_bias) if x is not None]
-    states, layer_gradient = tile * features * wide, classes * features * narrow
-    product = tile * classes * narrow if untiled else 0
-    before = states + layer_gradient if tile < rows else 0
-    workspace = _workspace(tile, features, classes, narrow, untiled) + product + before
-    if problem.device.type != "cpu":
-        added = 2 * states + layer_gradient + product + gradients[0] * wide
-        workspace = max(workspace, added)
-    running = {"planes": 2 * planes, "rows": every + ROW * block, **layer}
-    running["sums of gradients"] = sum(gradients) * wide
+    states, layer_gradient = tile * features, classes * features * narrow
+    if problem.device.type == "cpu":
+        saved, added = states * wide + (ONEDNN if narrow < wide else 0), states * wide
+    else:
+        saved = tile * classes * narrow + (0 if narrow < wide else states * wide)
+        utterances = min(tile // (alignment.frames * alignment.columns) + 2, alignment.utterances)
+        added = utterances * (alignment.frames + alignment.columns) * features * wide
+        every += PLACE * n
+    workspace = max((states + tile * classes) * narrow + saved, states * narrow + added) + layer_gradient
     results = sum(gradients) * narrow + (max(gradients) * wide if narrow < wide else 0)
+    running = {"planes": planes, "rows": every + (ROW + 4 * wide) * block(tile), **layer}
+    running["sums of gradients"] = sum(gradients) * wide
     moments += [
-        running | {"rows": every + ROW_LOOKED_UP * block},
+        running | {"rows": every + n + ROW_LOOKED_UP * block(tile)},
         running | {"tile workspace": workspace},
-        running | {"tile workspace": states + layer_gradient + product, "gradients": results},
+        running | {"tile workspace": layer_gradient, "gradients": results},
     ]
     return None if untiled else tile, max(moments, key=lambda parts: sum(parts.values())) | kept
-
-
-def _workspace(tile: int, features: int, classes: int, narrow: int, untiled: bool) -> int:
-    """A tile's intermediates in the backward pass, without the product where it is kept."""
-    hidden, scores, layer = tile * features, tile * classes, classes * features
-    if narrow >= 4:
-        return (2 * hidden + scores + layer) * narrow
-    if untiled:
-        return max(scores * (4 + narrow), hidden * (4 + 2 * narrow) + (scores + layer) * narrow)
-    return hidden * (4 + narrow) + max(scores * (4 + 2 * narrow), (scores + layer) * narrow)

@@ -1,41 +1,52 @@
-"""Rows in tiles of one static size, and functions of a tile compiled once each.
+"""Lattice nodes in tiles of one static size, and functions of a tile compiled once each.
 
-A tile's size depends on the shapes of the output layer alone, never on a batch's lengths, so that a compiled function
-serves a whole training run; what is missing in the last tile is filled up with rows that have no node.  Integers are
-looked up for a block of tiles at a time.  Before: layout.py, tiling.py.  After: loss.py, dense_loss.py.
+    frame = node div U1,   utterance = frame div T,   state = utterance U1 + node mod U1
+
+A tile's rows are nodes of the planes [B, T, U1], by their flat index, in ascending order.  Its size depends on the
+shapes of the output layer alone, never on a batch's lengths, so that a compiled function serves a whole training run;
+what is missing in the last tile is filled up with rows of node 0 that are not valid.  Integers are looked up for a
+block of tiles at a time and reach a tile as one tensor.
+Before: layout.py, tiling.py.  After: loss.py, dense_loss.py.
 """
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rnnt.dropout import row_keys
-from rnnt.layout import row_offsets, rows_at
+from rnnt.layout import dense_mask, row_offsets
 from rnnt.problem import Alignment
 from rnnt.tiling import tile_size
 
 # Bytes of a tile's intermediates, and the most rows of one: a core's cache on the CPU; elsewhere work enough to hide
-# the launches.
-WORKSPACE = {"cpu": 4 * 2**20, "cuda": 192 * 2**20}
-LARGEST_TILE = {"cpu": 512, "cuda": 2**16}
-BLOCK = 2**18
+# the launches.  Rows that are looked up at once.
+WORKSPACE = {"cpu": 4 * 2**20, "cuda": 320 * 2**20}
+LARGEST_TILE = {"cpu": 512, "cuda": 2**17}
+BLOCK = {"cpu": 2**18, "cuda": 2**20}
 
 
 class TileRows(NamedTuple):
-    """A tile's rows, [rows] int64 each."""
+    """What a tile reads of its rows, [rows] int64 each."""
 
-    utterance: Tensor
     frame: Tensor  # index into [B T, H]
     state: Tensor  # index into [B U1, H]
     label: Tensor  # -1: none
-    row: Tensor  # packed index
-    key_1: Tensor  # of the dropout mask; meaningless without one
-    key_2: Tensor
-    node: Tensor  # index into a flat plane [B T U1 + 1], whose last element belongs to the rows without a node
+    row: Tensor | None = None  # index into the products that are kept; like the keys None where nobody asks
+    key_1: Tensor | None = None  # of the dropout mask
+    key_2: Tensor | None = None
+
+
+class Block(NamedTuple):
+    """Rows of several tiles."""
+
+    integers: Tensor  # [tiles, fields, rows] int64: each tile's TileRows
+    node: Tensor  # [tiles, rows] int64, index into a flat plane [B T U1]
+    utterance: Tensor  # [tiles, rows] int64
+    valid: Tensor  # [tiles, rows] bool; the others are of node 0
 
 
 @functools.cache
@@ -43,70 +54,115 @@ def compiled(function: Callable[..., Any], constants: tuple[Any, ...]) -> Callab
     """function(constants, ...) as one graph of torch.compile, which never falls back to eager execution.
 
     torch.compile counts recompilations per code object and refuses at a limit, so each set of constants gets its own.
+    The constants fix all that a call could differ in but the lengths of dimensions marked as dynamic, so no more than
+    those is checked at each call.
     """
 
     def call(*arguments: Any) -> Any:
         return function(constants, *arguments)
 
     call.__code__ = call.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
-    return torch.compile(call, fullgraph=True, dynamic=False)
+    return torch.compile(call, fullgraph=True, dynamic=False, options=dict(OPTIONS))  # of which it takes some out
 
 
 _numbers = itertools.count()
 
 
+def _guards(guards: Sequence[Any]) -> list[bool]:
+    """Which of them are checked at each call: the lengths of dynamic dimensions, and PyTorch's global switches."""
+    return [guard.guard_type in ("SHAPE_ENV", "GLOBAL_STATE") for guard in guards]
+
+
+# Inductor computes an elementwise value that is used twice anew, where it would by default write it to memory in
+# float32; and indices, which are made here, are not checked for every element.
+OPTIONS: dict[str, Any] = {
+    "guard_filter_fn": _guards,
+    "realize_reads_threshold": 16,
+    "assert_indirect_indexing": False,
+}
+
+
+def mark_dynamic(x: Tensor, *dims: int) -> Tensor:
+    """x as a compiled function takes it whose `dims` differ from call to call; none may be of length 1, for which
+    torch.compile makes a graph of its own."""
+    for dim in dims:
+        torch._dynamo.maybe_mark_dynamic(x, dim)
+    return x
+
+
+def kind(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else "cuda"
+
+
 def static_size(tile_rows: int | str | None, row_bytes: int, device: torch.device) -> int:
     """Rows of a tile."""
-    kind = "cpu" if device.type == "cpu" else "cuda"
-    size = tile_size(tile_rows, row_bytes, WORKSPACE[kind])
-    return size if isinstance(tile_rows, int) else min(size, LARGEST_TILE[kind])
+    size = tile_size(tile_rows, row_bytes, WORKSPACE[kind(device)])
+    return size if isinstance(tile_rows, int) else min(size, LARGEST_TILE[kind(device)])
 
 
-def tiles(alignment: Alignment, row: Tensor, size: int, seed: Tensor | None = None) -> Iterator[TileRows]:
-    """The given rows [any] int64 in tiles of `size`; at least one tile."""
-    offsets = row_offsets(alignment)
-    past = nodes(alignment)  # no row has this index
-    block = max(BLOCK // size, 1) * size
-    for start in range(0, max(len(row), 1), block):
-        part = row[start : start + block]
-        missing = -len(part) % size if len(part) else size
-        part = torch.nn.functional.pad(part, (0, missing), value=past)
-        utterance, frame, state, label, valid = rows = rows_at(alignment, offsets, part)
-        node = torch.where(valid, rows.node(alignment.columns), past)
+def blocks(
+    alignment: Alignment, node: Tensor, size: int, seed: Tensor | None = None, numbered: bool = False
+) -> Iterator[Block]:
+    """The given nodes [any] int64 in tiles of `size`.
+
+    seed: of dropout; numbered: whether a row's index into the kept products is asked for.
+    """
+    count = max(BLOCK[kind(node.device)] // size, 1) * size
+    for part in node.split(count):
+        yield _block(alignment, part, size, seed, numbered)
+
+
+def _block(alignment: Alignment, node: Tensor, size: int, seed: Tensor | None, numbered: bool) -> Block:
+    frames, columns, past = alignment.frames, alignment.columns, nodes(alignment)
+    if missing := -len(node) % size:
+        node = torch.nn.functional.pad(node, (0, missing), value=past)
+    node = node.view(-1, size)
+    valid = node < past
+    node = torch.where(valid, node, 0)
+    if not alignment.host_sync:  # nodes outside the lengths are among them
+        valid &= dense_mask(alignment).flatten()[node]
+        node = torch.where(valid, node, 0)
+    frame = node // columns
+    utterance = frame // frames
+    state = node - (frame - utterance) * columns
+    labels = torch.nn.functional.pad(alignment.targets, (0, 1), value=-1)  # [B, U1]
+    has_label = torch.arange(columns, device=node.device) < alignment.target_lengths[:, None]
+    label = torch.where(has_label, labels, -1).flatten()[state]
+    fields = [frame, state, label]
+    if numbered or seed is not None:
+        t, u = frame - utterance * frames, state - utterance * columns
+        row = row_offsets(alignment)[utterance] + t * (alignment.target_lengths[utterance] + 1) + u
         # Not in the tile: Inductor computes an integer expression anew at every use, and a hash uses each step twice.
-        keys = (part, part) if seed is None else row_keys(seed, part)
-        fields = utterance, frame, state, label, part, *keys, node
-        yield from map(TileRows, *(x.split(size) for x in fields))
+        keys = (row, row) if seed is None else row_keys(seed, row)
+        fields += [node if alignment.rows == past else row, *keys]  # the place in all_nodes
+    return Block(torch.stack(fields, 1), node, utterance, valid)
 
 
-def all_rows(alignment: Alignment) -> Tensor:
-    return torch.arange(alignment.rows, device=alignment.targets.device)
+def all_nodes(alignment: Alignment) -> Tensor:
+    """The nodes inside the lengths [N], in the order of rows; where the host does not know N, all [B T U1]."""
+    node = torch.arange(nodes(alignment), device=alignment.targets.device)
+    if alignment.rows == len(node):
+        return node
+    inside = dense_mask(alignment).flatten()
+    row = torch.where(inside, inside.cumsum(0) - 1, alignment.rows)
+    return torch.empty_like(node[: alignment.rows + 1]).scatter_(0, row, node)[:-1]
 
 
-def live_rows(blank: Tensor, label: Tensor, alignment: Alignment) -> Tensor:
-    """The rows that have a weight [B, T, U1] other than 0 (NaN is one), or all rows where the host may not wait."""
+def live_nodes(blank: Tensor, label: Tensor, alignment: Alignment) -> Tensor:
+    """The nodes that have a weight [B, T, U1] other than 0 (NaN is one); where the host may not wait all [B T U1]."""
     if not alignment.host_sync:
-        return all_rows(alignment)
-    b, t, u = torch.where((blank != 0) | (label != 0))
-    return row_offsets(alignment)[b] + t * (alignment.target_lengths[b] + 1) + u
+        return torch.arange(nodes(alignment), device=blank.device)
+    return ((blank != 0) | (label != 0)).flatten().nonzero()[:, 0]
 
 
 def nodes(alignment: Alignment) -> int:
     return alignment.utterances * alignment.frames * alignment.columns
 
 
-def flat_planes(alignment: Alignment, dtype: torch.dtype) -> Tensor:
-    """[2, B T U1 + 1] zeros, float32 or float64: logp_blank and logp_label, for tiles to write to by node."""
-    dtype = torch.promote_types(dtype, torch.float32)
-    return torch.zeros((2, nodes(alignment) + 1), dtype=dtype, device=alignment.targets.device)
-
-
-def dense(planes: Tensor, alignment: Alignment) -> tuple[Tensor, Tensor]:
-    """logp_blank [B, T, U1], logp_label [B, T, U] of the flat planes."""
-    blank, label = planes[:, :-1].view(2, alignment.utterances, alignment.frames, alignment.columns)
-    return blank, label[:, :, :-1]
-
-
-def flat(plane: Tensor) -> Tensor:
-    """[B, T, U1] as [B T U1 + 1]: 0 for the rows without a node."""
-    return torch.nn.functional.pad(plane.flatten(), (0, 1))
+def plane(values: Sequence[Tensor], node: Tensor, alignment: Alignment) -> Tensor:
+    """[B, T, U1] of the values [rows] of each tile of all_nodes; 0 outside the lengths."""
+    found = torch.cat([*values])[: len(node)]
+    if len(node) < nodes(alignment):
+        found = found.new_zeros(nodes(alignment)).index_copy_(0, node, found)
+    found = found.view(alignment.utterances, alignment.frames, alignment.columns)
+    return found if alignment.host_sync else torch.where(dense_mask(alignment), found, 0)

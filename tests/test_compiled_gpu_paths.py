@@ -1,0 +1,109 @@
+"""What the compiled backend does on a GPU alone, run on the CPU: diagonals in blocks, gathered sums, and passes that
+never wait."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from rnnt.compiled import lattice, loss
+from rnnt.compiled.joint import GatherSums, IndexSums, utterance_spans
+from rnnt.compiled.tiles import all_nodes, blocks, live_nodes
+from rnnt.problem import Alignment, JointProblem
+from tests.support import assert_budget, joint_budget, named_dtypes, ragged, ragged_lengths, results, upstream_of
+
+pytestmark = pytest.mark.compiled
+FEATURES = 6
+
+
+def alignment_of(B: int, T: int, U: int, *, host_sync: bool = True) -> Alignment:
+    frames, labels = ragged_lengths(B, T, U, torch.Generator().manual_seed(0))
+    rows = int((frames * (labels + 1)).sum()) if host_sync else B * T * (U + 1)
+    return Alignment(torch.ones(B, U, dtype=torch.int64), frames, labels, 0, T, rows, host_sync)
+
+
+def some_live(alignment: Alignment, share: float) -> torch.Tensor:
+    """Nodes as the backward pass takes them: about `share` of those inside the lengths, or all without a sync."""
+    inside = torch.zeros(alignment.utterances, alignment.frames, alignment.columns)
+    kept = torch.rand(alignment.rows, generator=torch.Generator().manual_seed(1)) < share
+    inside.view(-1)[all_nodes(alignment)] = kept.float()
+    return live_nodes(inside, inside, alignment)
+
+
+@pytest.mark.parametrize("sizes", [(3, 50, 20), (1, 33, 0), (2, 1, 40), (1, 30, 1)], ids=str)
+@pytest.mark.parametrize("length", [1, 2, 8, 16])
+@pytest.mark.parametrize("impossible", [False, True], ids=["possible", "impossible-arcs"])
+def test_blocks_of_diagonals_start_as_they_would_in_turn(sizes, length, impossible):
+    alignment = alignment_of(*sizes)
+    B, T, U = sizes
+    generator = torch.Generator().manual_seed(1)
+    blank, label = (-3 * torch.rand(B, T, n, generator=generator, dtype=torch.float64) for n in (U + 1, U))
+    if impossible:
+        for plane in (blank, label):
+            plane[torch.rand(plane.shape, generator=generator) < 0.1] = -torch.inf
+    scores = lattice.scan(blank, label, alignment, sides=2)
+    arcs = lattice.arcs_by_diagonal(blank, label, alignment, sides=2)[1:]
+    blocks = len(arcs) // length
+    found = lattice.starts(scores[0], arcs[: blocks * length].unflatten(0, (blocks, length)))
+    torch.testing.assert_close(found, scores[length::length][:blocks], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", named_dtypes("fp64", "fp32", "bf16"))
+@pytest.mark.parametrize("needed", [(True, True), (True, False), (False, True)], ids=["both", "frames", "states"])
+@pytest.mark.parametrize("sizes", [(3, 5, 3), (1, 1, 0), (1, 7, 0), (4, 1, 5), (7, 30, 11)], ids=str)
+@pytest.mark.parametrize("host_sync", [True, False], ids=["sync", "no-sync"])
+def test_gathered_sums_are_those_of_index_add(dtype, needed, sizes, host_sync):
+    alignment = alignment_of(*sizes, host_sync=host_sync)
+    node = some_live(alignment, 0.5)
+    generator = torch.Generator().manual_seed(2)
+    for tile in (7, 64):
+        ways = [way(node, alignment, tile, FEATURES, list(needed), dtype) for way in (IndexSums, GatherSums)]
+        with torch.no_grad():
+            number = 0
+            for block in blocks(alignment, node, tile):
+                for integers, valid in zip(block.integers, block.valid, strict=True):
+                    d_pre = torch.randn(tile, FEATURES, generator=generator, dtype=torch.float64)
+                    d_pre = (d_pre * valid[:, None]).to(dtype)
+                    for way in ways:
+                        way.add(number, integers, d_pre)
+                    number += 1
+        for right, found in zip(*(way.results() for way in ways), strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_tile_reaches_the_utterances_of_its_rows():
+    """Sums look at no others, or each tile would cost as much as the whole lattice; two at least."""
+    alignment = alignment_of(5, 6, 3)
+    node = all_nodes(alignment)
+    utterance = node // (6 * 4)
+    spans = utterance_spans(node, 10, alignment)
+    assert len(spans) == -(-len(node) // 10)
+    for (first, count), rows in zip(spans, utterance.split(10), strict=True):
+        assert first <= rows[0]
+        assert rows[-1] < first + count <= 5
+        assert count == max(rows[-1] - rows[0] + 1, 2)
+
+
+@pytest.mark.parametrize("rows", ["N", "capacity"])
+@pytest.mark.parametrize("tile_rows", [7, "auto", None])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+def test_without_waiting(monkeypatch, rows, tile_rows, dropout_p):
+    """As on a GPU with validate=False, with N from lengths on the CPU, and without; padding is NaN."""
+    batch = ragged(4, 6, 3, 5, 6, blank=0).cast(torch.float64)
+    for b, (frames, labels) in enumerate(zip(batch.encoder_lengths, batch.target_lengths, strict=True)):
+        batch.encoder[b, frames:], batch.predictor[b, labels + 1 :] = torch.nan, torch.nan
+    upstream = upstream_of(batch)
+    options = {"blank": 0, "dropout_p": dropout_p}
+    arguments = loss._arguments
+
+    def never_waiting(problem: JointProblem) -> tuple[object, ...]:
+        capacity = 4 * 6 * 4
+        known = problem.alignment.rows if rows == "N" else capacity
+        alignment = dataclasses.replace(problem.alignment, rows=known, host_sync=False)
+        return arguments(dataclasses.replace(problem, alignment=alignment))
+
+    monkeypatch.setattr(loss, "_arguments", never_waiting)
+    monkeypatch.setattr(loss, "IndexSums", GatherSums)
+    found = results(batch, upstream, seed=3, backend="compiled", tile_rows=tile_rows, **options)
+    padded = batch.each(lambda x: x.nan_to_num())
+    assert_budget(found, joint_budget(padded, upstream, seed=3, **options))
