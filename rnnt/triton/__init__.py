@@ -15,6 +15,8 @@ from rnnt.triton import dense_loss, loss
 
 Result = TypeVar("Result")
 
+CHECKS_LATE = True  # joint_loss waits for the check of lengths and labels when its first kernel is on its way
+
 
 def _on_its_gpu(entrance: Callable[[Any], Result]) -> Callable[[Any], Result]:
     """Triton launches on the current GPU, which need not be the problem's; torch.compile sees to that by itself, and
