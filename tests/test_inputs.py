@@ -73,7 +73,12 @@ def test_integer_inputs(place, dtype, device):
         target_lengths=batch.target_lengths.to(device, dtype),
     )
     assert_same_bits(results(other, **options_at(place)), expected)
-    assert_same_bits(results(other, **options_at(place, validate=False)), expected)
+    unchecked = results(other, **options_at(place, validate=False))
+    if place.backend == "compiled" and place.device == "cuda":
+        # Which rows are live is not known without waiting: padding takes part, so sums fall into other tiles.
+        assert_budget(unchecked, joint_budget(batch, blank=0))
+    else:
+        assert_same_bits(unchecked, expected)
 
 
 def test_nan_outside_the_planes(place):

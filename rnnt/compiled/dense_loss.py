@@ -44,7 +44,7 @@ def _arguments(alignment: Alignment) -> tuple[Any, ...]:
 
 def _tile(logits: Tensor, alignment: Alignment, log_softmax: bool, clamp: float) -> DenseTile:
     classes = logits.shape[3]
-    size = static_size("auto", 2 * classes * logits.dtype.itemsize, logits.device)
+    size = static_size("auto", 2 * classes * logits.dtype.itemsize, logits.dtype, logits.device)
     return DenseTile(size, classes, logits.dtype, logits.device, alignment.blank, clamp, log_softmax)
 
 

@@ -190,7 +190,7 @@ def _size(weight: Tensor, dtype: torch.dtype, tile_rows: int | str | None, backw
     row_bytes = (classes + features) * dtype.itemsize  # product, hidden
     if backward and weight.device.type != "cpu":
         row_bytes += classes * dtype.itemsize  # the product's gradient, for which Inductor may find no place
-    size = static_size(tile_rows, row_bytes, weight.device)
+    size = static_size(tile_rows, row_bytes, dtype, weight.device)
     if backward and dtype.itemsize >= 4 and not isinstance(tile_rows, int):
         size = min(size, LONGEST_SUM)
     return size

@@ -23,8 +23,9 @@ from rnnt.problem import Alignment
 from rnnt.tiling import tile_size
 
 # Bytes of a tile's intermediates, and the most rows of one: a core's cache on the CPU; elsewhere work enough to hide
-# the launches.  Rows that are looked up at once.
-WORKSPACE = {"cpu": 4 * 2**20, "cuda": 320 * 2**20}
+# the launches, which takes more where 16-bit products are quick.  Rows that are looked up at once.
+WORKSPACE = {"cpu": 4 * 2**20, "cuda": 192 * 2**20}
+WORKSPACE_16_BITS = {"cpu": 4 * 2**20, "cuda": 320 * 2**20}
 LARGEST_TILE = {"cpu": 512, "cuda": 2**17}
 BLOCK = {"cpu": 2**18, "cuda": 2**20}
 
@@ -94,9 +95,10 @@ def kind(device: torch.device) -> str:
     return "cpu" if device.type == "cpu" else "cuda"
 
 
-def static_size(tile_rows: int | str | None, row_bytes: int, device: torch.device) -> int:
+def static_size(tile_rows: int | str | None, row_bytes: int, dtype: torch.dtype, device: torch.device) -> int:
     """Rows of a tile."""
-    size = tile_size(tile_rows, row_bytes, WORKSPACE[kind(device)])
+    workspace = WORKSPACE_16_BITS if dtype.itemsize == 2 else WORKSPACE
+    size = tile_size(tile_rows, row_bytes, workspace[kind(device)])
     return size if isinstance(tile_rows, int) else min(size, LARGEST_TILE[kind(device)])
 
 
