@@ -121,8 +121,10 @@ def starts(scores: Tensor, arcs: Tensor) -> Tensor:
     found = scores.new_full((1 + len(arcs), len(scores), length + columns), -torch.inf)
     found[0, :, length:] = scores[:, 1:]
     sources = found.unfold(2, 1 + length, 1)  # [1 + blocks, rows, U1, 1 + length]
-    for block, path in enumerate(paths[:, 0].unbind(0)):
-        found[block + 1, :, length:] = torch.logsumexp(sources[block] + path, 2)
+    for source, path, after in zip(
+        sources.unbind(0), paths[:, 0].unbind(0), found[1:, :, length:].unbind(0), strict=False
+    ):
+        torch.logsumexp(source + path, 2, out=after)
     return found[1:, :, length - 1 :]
 
 
@@ -132,9 +134,11 @@ def joined(early: Tensor, late: Tensor) -> Tensor:
     columns, k = early.shape[-2], early.shape[-1] - 1
     early = torch.nn.functional.pad(early, (0, 0, k, 0), value=-torch.inf)
     paths = early.new_full((*late.shape[:-1], 2 * k + 1), -torch.inf)
-    for m in range(k + 1):
-        through = early[..., m : m + columns, :] + late[..., m, None]
-        part = paths[..., m : m + k + 1]
+    through = torch.empty_like(paths[..., : k + 1])
+    # For each m of the late ones: where they come from, themselves, and the paths they are a part of.
+    befores, afters = early.unfold(-2, columns, 1).transpose(-1, -2).unbind(-3), late[..., None].unbind(-2)
+    for before, after, part in zip(befores, afters, paths.unfold(-1, k + 1, 1).unbind(-2), strict=True):
+        torch.add(before, after, out=through)
         torch.logaddexp(part, through, out=part)
     return paths
 
