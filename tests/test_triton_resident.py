@@ -81,9 +81,9 @@ def test_compiles_for_hopper(width, dropout, tail):
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
     constants = {
         "encoder_stride_h": 1, "predictor_stride_h": 1, "ACTIVATION": "tanh", "DROPOUT": dropout, "BIAS": True,
-        "TAIL": tail, "RAGGED": width % resident.BLOCK_H > 0, "LONG": False, "SLICES": -(-width // resident.BLOCK_H), "STAGES": 2,
-        "BLOCK_ROWS": resident.BLOCK_ROWS, "BLOCK_V": resident.BLOCK_V, "BLOCK_H": resident.BLOCK_H,
-        "WARPS": resident.WARPS,
+        "TAIL": tail, "RAGGED": width % resident.BLOCK_H > 0, "LONG": False, "STAGES": 2,
+        "SLICES": -(-width // resident.BLOCK_H), "BLOCK_ROWS": resident.BLOCK_ROWS,
+        "BLOCK_V": resident.BLOCK_V, "BLOCK_H": resident.BLOCK_H, "WARPS": resident.WARPS,
     }  # fmt: skip
     types = {
         "encoder_ptr": "*bf16", "predictor_ptr": "*bf16", "class_ptr": "*bf16", "bias_ptr": "*bf16",
