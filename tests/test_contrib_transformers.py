@@ -68,13 +68,30 @@ def test_loss_and_gradients(place):
 
 
 def test_float32_budget(place):
-    """At most twice the error of the model's own dense scores in float32."""
+    """At most twice the error of the model's own dense scores in float32.
+
+    Of one draw of it for what the loss itself is differentiated by.  What has come back through the encoder is a draw
+    of the encoder's rounding, which differs from machine to machine: of pairs of the model's own draws (features moved
+    by 1e-3, each against its own float64 truth; measured on the CPU) 16 % break twice the largest error of one, 0.25 %
+    that of eight, so there the largest of eight counts.
+    """
     truth = results(own(device=place.device, dtype=torch.float64), batch(place.device, torch.float64))
     eager = results(own(device=place.device), batch(place.device))
     found = results(use_rnnt(parakeet(place.device), place.backend), batch(place.device))
     names = live(truth)
-    assert "d_joint.head.weight" in names
+    near = {n for n in names if n == "loss" or n.startswith(NEAR_THE_LOSS)}
+    assert {"d_joint.head.weight", "d_encoder_projector.weight"} <= near < set(names)
     budget = budget_from({n: eager[n] for n in names}, {n: truth[n] for n in names}, torch.float32)
+    assert_budget({n: found[n] for n in near}, budget)
+    for seed in range(1, 8):
+        moved = batch(place.device)
+        noise = torch.randn(moved["input_features"].shape, generator=torch.Generator().manual_seed(seed))
+        moved["input_features"] += 1e-3 * noise.to(place.device)
+        eager = results(own(device=place.device), moved)
+        moved["input_features"] = moved["input_features"].double()
+        exact = results(own(device=place.device, dtype=torch.float64), moved)
+        for n in names:
+            torch.maximum(budget.eager[n], (eager[n].double() - exact[n]).abs(), out=budget.eager[n])
     assert_budget({n: found[n] for n in names}, budget)
 
 
