@@ -342,7 +342,7 @@ def _align(
     target_lengths = target_lengths.to(device, torch.int64, non_blocking=True).contiguous()
     if validate and torch.compiler.is_compiling():
         encoder_lengths, target_lengths = checked_lengths(
-            targets, encoder_lengths, target_lengths, frames, classes, blank
+            targets, encoder_lengths, target_lengths, frames, classes, blank, lengths_name
         ).unbind(0)
     host_sync = validate or device.type == "cpu"
     return Alignment(targets, encoder_lengths, target_lengths, blank, frames, rows, host_sync, check)

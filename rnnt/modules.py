@@ -24,6 +24,7 @@ from rnnt.problem import (
     check_integer,
     check_name,
     check_number,
+    check_occupancy_threshold,
     check_tile_rows,
 )
 
@@ -128,6 +129,7 @@ class RNNTJointLoss(nn.Module):
         self.reduction = reduction
         self.backend = backend
         self.tile_rows = check_tile_rows(tile_rows)
+        check_occupancy_threshold(occupancy_threshold, torch.float32, self.clamp)
         self.occupancy_threshold = occupancy_threshold
         self.validate = check_flag("validate", validate)
         self.encoder_projection: nn.Module = nn.Identity()

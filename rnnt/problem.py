@@ -169,7 +169,7 @@ def check_name(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 def check_number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:  # math.isfinite takes no number that torch.compile has made a symbol of
         raise ValueError(f"{name}: expected a finite number, got {value}")
     return float(value)
 

@@ -90,15 +90,17 @@ class HostValues:
 
 @torch.library.custom_op("rnnt::check_values", mutates_args=())
 def checked_lengths(
-    targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, frames: int, classes: int | None, blank: int
-) -> Tensor:
+    targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, frames: int, classes: int | None, blank: int,
+    lengths_name: str = "encoder_lengths",
+) -> Tensor:  # fmt: skip
     """[2, B] encoder and target lengths, copied once they and the labels have been found in range."""
-    Check(targets, encoder_lengths, target_lengths, frames, classes, blank).rows()
+    Check(targets, encoder_lengths, target_lengths, frames, classes, blank, lengths_name).rows()
     return torch.stack([encoder_lengths, target_lengths])
 
 
 @checked_lengths.register_fake
 def _(
-    targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, frames: int, classes: int | None, blank: int
-) -> Tensor:
+    targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor, frames: int, classes: int | None, blank: int,
+    lengths_name: str = "encoder_lengths",
+) -> Tensor:  # fmt: skip
     return encoder_lengths.new_empty((2, encoder_lengths.shape[0]))

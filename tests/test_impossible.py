@@ -117,6 +117,22 @@ def test_finite_losses_can_be_picked(place):
     assert all(x.isfinite().all() for x in found.values())
 
 
+def test_infinite_upstream_of_planes(place):
+    """And padding gets none of it."""
+    blank, label = torch.zeros(2, 4, 3), torch.zeros(2, 4, 2)
+    label[0, :, 0] = -torch.inf
+    blank, label = (x.to(place.device, place.finest).requires_grad_() for x in (blank, label))
+    lengths = torch.tensor([4, 3], device=place.device), torch.tensor([2, 1], device=place.device)
+    loss = rnnt.rnnt_loss_from_log_probs(blank, label, *lengths, reduction="none", backend=place.backend)
+    assert loss.isinf().tolist() == [True, False]
+    d_blank, d_label = torch.autograd.grad((loss**2).sum(), (blank, label))
+    assert not d_blank[0].any()
+    assert not d_label[0].any()
+    assert not d_blank[1, 3].any()
+    assert not d_blank[1, :, 2].any()
+    assert d_blank[1].isfinite().all()
+
+
 def test_infinite_upstream_of_logits(place):
     """What (loss**2).sum() makes of an infinite loss."""
     logits = forbid_last_blank(s_p().to(place.device, place.finest)).requires_grad_()

@@ -81,6 +81,44 @@ def test_integer_inputs(place, dtype, device):
         assert_same_bits(unchecked, expected)
 
 
+class Stop(torch.autograd.Function):
+    """Nothing comes back through it, not even zeros."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+def test_no_upstream_gradient(place):
+    batch = with_gradients(j_p().cast(place.finest, place.device))
+    logits = s_p().to(place.device, place.finest).requires_grad_()
+    lengths = [x.to(place.device) for x in P[1:]]
+    planes = [torch.zeros(2, 4, n, device=place.device, dtype=place.finest).requires_grad_() for n in (4, 3)]
+    losses = [
+        joint_loss(batch, **options_at(place)),
+        rnnt.rnnt_loss(logits, P[0].to(place.device), *lengths, 0, backend=place.backend),
+        rnnt.rnnt_loss_from_log_probs(*planes, *lengths, backend=place.backend),
+    ]
+    for loss in losses:
+        Stop.apply(loss).backward()
+    for x in (*batch.floats().values(), logits, *planes):
+        assert x.grad is None or not x.grad.any()
+
+
+@pytest.mark.compiled
+def test_unchecked_labels_read_no_other_memory():
+    """validate=False: a label that is no class is the caller's fault, but no crash: no memory lies 2^40 scores on."""
+    batch = j_p().cast(torch.float32)
+    targets = batch.targets.clone()
+    targets[0, 0] = 2**40
+    joint_loss(batch._replace(targets=targets), blank=0, backend="compiled", validate=False)
+    rnnt.rnnt_loss(s_p().float(), targets, *P[1:], 0, backend="compiled", validate=False)
+
+
 def test_nan_outside_the_planes(place):
     """rnnt_loss_from_log_probs reads nothing outside the lengths, and gives no gradient there."""
     logp = s_p().log_softmax(-1).to(place.device, place.finest)

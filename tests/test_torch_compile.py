@@ -107,6 +107,39 @@ def test_graphs_check_values(graph_place):
     call = torch.compile(joint_loss, **FULL)
     with pytest.raises(ValueError, match=r"encoder_lengths\[0\]: expected a length in \[1, 4\] \(T = 4\), got 7"):
         call(batch, reduction="sum", blank=0, backend=graph_place.backend)
+    logits = s_p().to(graph_place.device, graph_place.finest)
+    lengths = [batch.encoder_lengths, batch.target_lengths]
+    with pytest.raises(ValueError, match=r"^logit_lengths\[0\]: "):
+        torch.compile(rnnt.rnnt_loss, **FULL)(logits, batch.targets, *lengths, 0, backend=graph_place.backend)
+
+
+@pytest.mark.parametrize("option", ["fastemit_lambda", "clamp", "occupancy_threshold"])
+def test_a_number_that_changes(graph_place, option):
+    """The second value of a float is a symbol of the graph."""
+    batch = j_p().cast(graph_place.finest, graph_place.device)
+    call = torch.compile(joint_loss, **FULL)
+    for value in (0.1, 0.2, 0.3):
+        options = {"reduction": "sum", "blank": 0, "backend": graph_place.backend, option: value}
+        torch.testing.assert_close(call(batch, **options), joint_loss(batch, **options))
+
+
+def test_graphs_of_any_size(graph_place):
+    logits = s_p().to(graph_place.device, graph_place.finest)
+    args = [x.to(graph_place.device) for x in P]
+    call = torch.compile(rnnt.rnnt_loss, **{**FULL, "dynamic": True})
+    found = call(logits, *args, 0, backend=graph_place.backend)
+    torch.testing.assert_close(found, rnnt.rnnt_loss(logits, *args, 0, backend=graph_place.backend))
+
+
+@pytest.mark.compiled
+def test_graphs_with_a_tile_beyond_the_lattice():
+    """However large, it is no reason for a graph of its own."""
+    call = torch.compile(joint_loss, **FULL)
+    before = counters["stats"]["unique_graphs"]
+    for i in range(10):
+        batch = ragged(2 + i % 3, 4 + i, 2 + i % 5, 5, 6)
+        call(batch, blank=0, backend="compiled", tile_rows=2**17 + 1)
+    assert 0 < counters["stats"]["unique_graphs"] - before < 8
 
 
 def test_graphs_refuse_a_second_derivative(graph_place):

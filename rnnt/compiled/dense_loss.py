@@ -143,7 +143,9 @@ def _logits_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
     ctx.set_materialize_grads(False)
 
 
-def _logits_backward(ctx: Any, d_losses: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+def _logits_backward(ctx: Any, d_losses: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if d_losses is None:
+        return (None,) * 10
     *tensors, blank_weight, label_weight = ctx.saved_tensors
     d_logits = logits_backward_operator(*tensors, *ctx.numbers, blank_weight, label_weight, d_losses)
     return d_logits, *(None,) * 9
@@ -157,12 +159,15 @@ def _log_probs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.set_materialize_grads(False)
 
 
-def _log_probs_backward(ctx: Any, d_losses: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+def _log_probs_backward(ctx: Any, d_losses: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if d_losses is None:
+        return (None,) * 9
     blank_weight, label_weight = ctx.saved_tensors
     upstream = -d_losses[:, None, None]
+    # 0 where a weight is 0, as padding's and an impossible utterance's are, even when upstream is inf.
+    d_blank, d_label = (torch.where(x == 0, 0, upstream * x) for x in (blank_weight, label_weight[:, :, :-1]))
     blank_dtype, label_dtype = ctx.dtypes
-    d_label = (upstream * label_weight[:, :, :-1]).to(label_dtype)
-    return (upstream * blank_weight).to(blank_dtype), d_label, *(None,) * 7
+    return d_blank.to(blank_dtype), d_label.to(label_dtype), *(None,) * 7
 
 
 logits_loss_operator.register_autograd(_logits_backward, setup_context=_logits_context)

@@ -125,7 +125,7 @@ def output_layer(tile: Tile, inputs: JointInputs, rows: TileRows) -> Tensor:
 def pick(scores: Tensor, label: Tensor, blank: int, lse: Tensor | None) -> tuple[Tensor, Tensor]:
     """logp_blank, logp_label [rows] of the logits [rows, V]; lse None: these are log-probabilities already."""
     blank_score = scores[:, blank]
-    label_score = scores.gather(1, label.clamp(min=0)[:, None])[:, 0]
+    label_score = scores.gather(1, label.clamp(0, scores.shape[1] - 1)[:, None])[:, 0]  # labels may be unchecked
     if lse is not None:
         blank_score, label_score = blank_score - lse, label_score - lse
     return blank_score, torch.where(label < 0, 0, label_score)

@@ -18,6 +18,7 @@ Before: backends.py.  Beside: dense_loss.py, which enters the pipeline later.
 
 import itertools
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -215,7 +216,7 @@ def _kept_rows(rows: int, weight: Tensor, dtype: torch.dtype) -> int:
 
 
 def _arguments(problem: JointProblem) -> tuple[Any, ...]:
-    alignment, tile_rows = problem.alignment, clipped_tile_rows(problem)
+    alignment, tile_rows = problem.alignment, problem.tile_rows
     return (
         *_floats(problem), alignment.targets, alignment.encoder_lengths, alignment.target_lengths, problem.seed,
         alignment.blank, alignment.rows, alignment.host_sync, problem.activation, problem.dropout_p, problem.clamp,
@@ -234,12 +235,13 @@ def _problem(
     frames = encoder.shape[1]
     if host_sync and rows == encoder.shape[0] * frames * predictor.shape[1]:  # the capacity: N may be less
         rows = int((encoder_lengths * (target_lengths + 1)).sum())
-    return JointProblem(
+    problem = JointProblem(
         encoder, predictor, linear_weight, linear_bias,
         Alignment(targets, encoder_lengths, target_lengths, blank, frames, rows, host_sync),
         activation, dropout_p, seed, fastemit_lambda, clamp, None if untiled else tile_rows or "auto",
         occupancy_threshold, dtype,
     )  # fmt: skip
+    return replace(problem, tile_rows=clipped_tile_rows(problem))
 
 
 @torch.library.custom_op("rnnt::compiled_joint_loss", mutates_args=())
@@ -362,7 +364,9 @@ def _joint_loss_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
     _joint_context(ctx, inputs, *for_backward)
 
 
-def _joint_loss_backward(ctx: Any, d_losses: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+def _joint_loss_backward(ctx: Any, d_losses: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if d_losses is None:
+        return (None,) * 20
     *tensors, blank, label, lse, kept = ctx.saved_tensors  # once: activation checkpointing forbids a second look
     return *_joint_backward(ctx, tensors, blank, label, lse, kept, d_losses), *(None,) * 16
 

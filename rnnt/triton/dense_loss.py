@@ -149,9 +149,10 @@ def _log_probs_backward(ctx: Any, d_losses: Tensor | None, *_: Any) -> tuple[Any
         return (None,) * 7
     occupancy_blank, occupancy_label = ctx.saved_tensors
     scale = -d_losses[:, None, None]
-    d_blank = (scale * occupancy_blank).to(ctx.dtypes[0])
-    d_label = (scale * (1 + ctx.fastemit_lambda) * occupancy_label).to(ctx.dtypes[1])
-    return d_blank, d_label, *(None,) * 5
+    # 0 where an occupancy is 0, as padding's and an impossible utterance's are, even when the upstream gradient is inf.
+    d_blank = torch.where(occupancy_blank == 0, 0, scale * occupancy_blank)
+    d_label = torch.where(occupancy_label == 0, 0, scale * (1 + ctx.fastemit_lambda) * occupancy_label)
+    return d_blank.to(ctx.dtypes[0]), d_label.to(ctx.dtypes[1]), *(None,) * 5
 
 
 log_probs_loss_operator.register_autograd(_log_probs_backward, setup_context=_log_probs_context)
