@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# What needs a GPU, in one run: tests/gpu.sh OUT [STAGE ...]; without stages all of them, in this order:
+#   tests     pytest -m gpu; beside it `rnnt check` and the example on each backend (some 170 s on 16 cores)
+#   target    every backend at the target shape, tiled and untiled: OUT/target.json, OUT/target-reference.json (60 s)
+#   shapes    the other shapes, tiled: OUT/shapes.json (triton), OUT/shapes-compiled.json
+#   graph     triton's steps from a CUDA graph: OUT/graph.json
+#   model     the FastConformer step with each loss: OUT/model.json
+# Times mean something only where nothing else runs.  PYTHON names another interpreter, PYTEST_ARGS what pytest gets with
+# `tests` (-n 12), RNNT_DATA the folder of the example's recordings, RNNT_COMMIT what the figures are of.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out=$(realpath "${1:?usage: tests/gpu.sh OUT [STAGE ...]}")
+shift
+python=${PYTHON:-python3}
+export PYTHONPATH=$PWD
+bench=("$python" -m pytest tests/benchmarks -q -p no:cacheprovider)
+shapes=(--rnnt-shape target-1025 --rnnt-shape ragged --rnnt-shape small --rnnt-shape long --rnnt-shape bigvocab)
+shapes+=(--rnnt-shape speech)
+failed=()
+
+stage() { # NAME COMMAND ...: its output goes to OUT/NAME.txt
+    echo "$1"
+    "${@:2}" >"$out/$1.txt" 2>&1 || failed+=("$1")
+    tail -n 3 "$out/$1.txt"
+}
+
+tests() {
+    local backend jobs=()
+    for backend in reference compiled triton; do
+        "$python" -m examples.speech.train --device cuda --dtype bf16 --backend "$backend" --epochs 10 --seed 0 \
+            --out "$out/run-$backend" >"$out/example-$backend.txt" 2>&1 &
+        jobs+=("$!")
+    done
+    "$python" -m rnnt check --device cuda --dtype float32 --dtype bfloat16 --dtype float64 >"$out/check.txt" 2>&1 &
+    jobs+=("$!")
+    # shellcheck disable=SC2086
+    stage tests "$python" -m pytest -m gpu -q -p no:cacheprovider \
+        -W ignore::pytest_benchmark.logger.PytestBenchmarkWarning ${PYTEST_ARGS:-}
+    for job in "${jobs[@]}"; do
+        wait "$job" || failed+=("example or check")
+    done
+    tail -n 2 "$out/check.txt"
+}
+
+target() {
+    stage target "${bench[@]}" --rnnt-shape target --rnnt-backend triton --rnnt-backend compiled \
+        --benchmark-json "$out/target.json"
+    stage target-reference "${bench[@]}" --rnnt-shape target --rnnt-backend reference -k both --rnnt-rounds 3 \
+        --benchmark-json "$out/target-reference.json"
+}
+
+shapes() {
+    local tiled=(--rnnt-tile-rows auto "${shapes[@]}")
+    stage shapes "${bench[@]}" "${tiled[@]}" --rnnt-backend triton --benchmark-json "$out/shapes.json"
+    stage shapes-compiled "${bench[@]}" "${tiled[@]}" --rnnt-backend compiled -k both \
+        --benchmark-json "$out/shapes-compiled.json"
+}
+
+graph() {
+    stage graph "${bench[@]}" --rnnt-graph --rnnt-tile-rows auto --rnnt-shape target "${shapes[@]}" \
+        --benchmark-json "$out/graph.json"
+}
+
+model() {
+    stage model "$python" -m benchmarks.model --json "$out/model.json"
+}
+
+stages=("$@")
+((${#stages[@]})) || stages=(tests target shapes graph model)
+for name in "${stages[@]}"; do
+    case $name in
+    tests | target | shapes | graph | model) ;;
+    *) echo "gpu.sh: expected tests, target, shapes, graph or model, got '$name'" >&2 && exit 2 ;;
+    esac
+done
+mkdir -p "$out"
+for name in "${stages[@]}"; do
+    "$name"
+done
+if ((${#failed[@]})); then
+    echo "failed: ${failed[*]}"
+    exit 1
+fi
