@@ -67,9 +67,9 @@ def test_planes_and_their_loss_as_one_graph(graph_place):
     batch = j_p().cast(graph_place.finest, graph_place.device)
 
     def loss_by_planes(batch, backend):
-        options = {"linear_bias": batch.linear_bias, "blank": 0, "backend": backend}
-        planes = rnnt.joint_log_probs(*batch[:3], *batch[4:], **options)
-        return rnnt.rnnt_loss_from_log_probs(*planes, *batch[5:], reduction="none", backend=backend)
+        encoder, predictor, weight, bias, *integers = batch  # slices of a named tuple fail in Dynamo 2.8
+        planes = rnnt.joint_log_probs(encoder, predictor, weight, *integers, linear_bias=bias, blank=0, backend=backend)
+        return rnnt.rnnt_loss_from_log_probs(*planes, *integers[1:], reduction="none", backend=backend)
 
     def run(batch, function=loss_by_planes, backend="reference"):
         leaves = with_gradients(batch)
