@@ -4,6 +4,11 @@
 #   target    every backend at the target shape, tiled and untiled: OUT/target.json, OUT/target-reference.json (60 s)
 #   shapes    the other shapes, tiled: OUT/shapes.json (triton), OUT/shapes-compiled.json
 #   graph     triton's steps from a CUDA graph: OUT/graph.json
+#   exact     triton with no row left out of the backward pass: OUT/exact.json
+#   sharp     triton with an output layer eight times as sharp: OUT/sharp.json
+#   float32   triton at target in float32: OUT/float32.json
+#   variants  triton's target step, from a graph, by activation and with dropout: OUT/variant-*.json
+#   tiles     triton's target step by tile size: OUT/tiles.json
 #   model     the FastConformer step with each loss: OUT/model.json
 # Times mean something only where nothing else runs.  PYTHON names another interpreter, PYTEST_ARGS what pytest gets with
 # `tests` (-n 12), RNNT_DATA the folder of the example's recordings, RNNT_COMMIT what the figures are of.
@@ -61,16 +66,45 @@ graph() {
         --benchmark-json "$out/graph.json"
 }
 
+exact() {
+    stage exact "${bench[@]}" --rnnt-occupancy-threshold 0 --rnnt-tile-rows auto --rnnt-backend triton -k both \
+        --rnnt-shape target "${shapes[@]}" --benchmark-json "$out/exact.json"
+}
+
+sharp() {
+    stage sharp "${bench[@]}" --rnnt-scores 8 --rnnt-tile-rows auto --rnnt-backend triton -k both \
+        --rnnt-shape target "${shapes[@]}" --benchmark-json "$out/sharp.json"
+}
+
+float32() {
+    stage float32 "${bench[@]}" --rnnt-dtype float32 --rnnt-backend triton -k both --rnnt-rounds 5 \
+        --rnnt-shape target --benchmark-json "$out/float32.json"
+}
+
+variants() {
+    local variant graph=(--rnnt-graph --rnnt-tile-rows auto --rnnt-shape target)
+    for variant in "--rnnt-activation relu" "--rnnt-activation tanh" "--rnnt-activation sigmoid" "--rnnt-dropout 0.1"; do
+        # shellcheck disable=SC2086
+        stage "variant-${variant##* }" "${bench[@]}" "${graph[@]}" $variant \
+            --benchmark-json "$out/variant-${variant##* }.json"
+    done
+}
+
+tiles() {
+    stage tiles "$python" -m rnnt bench --shape target --backend triton --tile-rows auto --tile-rows none \
+        --tile-rows 4096 --tile-rows 8192 --tile-rows 16384 --tile-rows 32768 --tile-rows 65536 --json "$out/tiles.json"
+}
+
 model() {
     stage model "$python" -m benchmarks.model --json "$out/model.json"
 }
 
 stages=("$@")
-((${#stages[@]})) || stages=(tests target shapes graph model)
+((${#stages[@]})) || stages=(tests target shapes graph exact sharp float32 variants tiles model)
 for name in "${stages[@]}"; do
     case $name in
-    tests | target | shapes | graph | model) ;;
-    *) echo "gpu.sh: expected tests, target, shapes, graph or model, got '$name'" >&2 && exit 2 ;;
+    tests | target | shapes | graph | exact | sharp | float32 | variants | tiles | model) ;;
+    *) echo "gpu.sh: '$name' is none of the stages above" >&2 && exit 2 ;;
     esac
 done
 mkdir -p "$out"

@@ -96,8 +96,6 @@ def _gradients(
     alignment, wide, device = problem.alignment, blank.dtype, problem.device
     features = problem.encoder.shape[2]
     size = _size(problem.linear_weight, problem.compute_dtype, problem.tile_rows, backward=True)
-    node = live_nodes(blank, label, alignment)
-    blank, label, lse = blank.flatten(), label.flatten(), lse.flatten()
     # Gradients travel in the compute dtype at the scale of one utterance, whatever scale the caller gives the loss.
     largest = torch.where(upstream.isfinite(), upstream.abs(), 0).amax()
     unit = torch.exp2(torch.frexp(largest)[1].clamp(-100, 100).to(wide))
@@ -108,10 +106,12 @@ def _gradients(
     layer_sums = [torch.zeros_like(x, dtype=wide) for x in layer]
     for leaf in layer:
         leaf.requires_grad_()
+
+    node = live_nodes(blank, label, alignment)  # waits for the device, which is still busy with the forward pass
+    blank, label, lse = blank.flatten(), label.flatten(), lse.flatten()
     sums = (IndexSums if device.type == "cpu" else GatherSums)(
         node, alignment, size, features, needed[:2], problem.compute_dtype
     )
-
     products = mark_dynamic(kept, 0) if len(kept) > 0 else None
     number = itertools.count()
     for block in blocks(alignment, node, size, problem.seed, numbered=products is not None):
