@@ -148,11 +148,11 @@ def advance(
         levels.append(in_memory(joined(levels[-1][0::2], levels[-1][1::2], planes.dtype)))
     starts = [state]
     for paths in levels.pop().unbind(0):
-        starts.append(through(starts[-1], paths, planes.dtype))
+        starts.append(through(starts[-1], paths))
     after = starts.pop()
     scores = torch.stack(starts)
     for paths in reversed(levels):
-        scores = torch.stack((scores, through(scores, paths[0::2], planes.dtype)), 1).flatten(0, 1)
+        scores = torch.stack((scores, through(scores, paths[0::2])), 1).flatten(0, 1)
     return scores, after
 
 
@@ -184,19 +184,19 @@ def joined(early: Tensor, late: Tensor, dtype: torch.dtype) -> Tensor:
     return log_sum_exp(torch.where(exist, both, -torch.inf), dtype)
 
 
-def through(scores: Tensor, paths: Tensor, dtype: torch.dtype) -> Tensor:
+def through(scores: Tensor, paths: Tensor) -> Tensor:
     """Scores [..., U1] of the diagonal after `paths` [..., U1, k + 1] from those of the diagonal before."""
     columns, k = paths.shape[-2], paths.shape[-1] - 1
     source = torch.arange(columns, device=paths.device)[:, None] - k + torch.arange(k + 1, device=paths.device)
     both = scores[..., source.clamp(min=0)] + paths.double()
-    return log_sum_exp(torch.where(source >= 0, both, -torch.inf), dtype)
+    return log_sum_exp(torch.where(source >= 0, both, -torch.inf), torch.float64)
 
 
 def log_sum_exp(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[...] float64 of [..., n]; what the sum adds to the largest summand, at most log n, is found in `dtype`."""
+    """[...] float64 of [..., n]; the exponentials are taken in `dtype`, of differences from the largest."""
     largest = x.amax(-1)
     largest = torch.where(largest.abs() == torch.inf, 0, largest)
-    return largest + (x - largest[..., None]).to(dtype).exp().sum(-1).log()
+    return largest + (x - largest[..., None]).to(dtype).exp().double().sum(-1).log()
 
 
 def occupancies(
