@@ -25,7 +25,7 @@ from rnnt.tiling import tile_size
 # Bytes of a tile's intermediates, and the most rows of one: a core's cache on the CPU; elsewhere work enough to hide
 # the launches, which takes more where 16-bit products are quick.  Rows that are looked up at once.
 WORKSPACE = {"cpu": 4 * 2**20, "cuda": 192 * 2**20}
-WORKSPACE_16_BITS = {"cpu": 4 * 2**20, "cuda": 336 * 2**20}
+WORKSPACE_16_BITS = {"cpu": 4 * 2**20, "cuda": 320 * 2**20}
 LARGEST_TILE = {"cpu": 512, "cuda": 2**17}
 BLOCK = {"cpu": 2**18, "cuda": 2**20}
 
@@ -51,10 +51,8 @@ class Block(NamedTuple):
 
 
 @functools.cache
-def compiled(function: Callable[..., Any], constants: tuple[Any, ...], **options: Any) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], constants: tuple[Any, ...]) -> Callable[..., Any]:
     """function(constants, ...) as one graph of torch.compile, which never falls back to eager execution.
-
-    options: of Inductor, beside OPTIONS.
 
     torch.compile counts recompilations per code object and refuses at a limit, so each set of constants gets its own.
     The constants fix all that a call could differ in but the lengths of dimensions marked as dynamic, so no more than
@@ -65,7 +63,7 @@ def compiled(function: Callable[..., Any], constants: tuple[Any, ...], **options
         return function(constants, *arguments)
 
     call.__code__ = call.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
-    return torch.compile(call, fullgraph=True, dynamic=False, options=OPTIONS | options)
+    return torch.compile(call, fullgraph=True, dynamic=False, options=dict(OPTIONS))  # of which it takes some out
 
 
 _numbers = itertools.count()
@@ -91,13 +89,6 @@ def mark_dynamic(x: Tensor, *dims: int) -> Tensor:
     for dim in dims:
         torch._dynamo.maybe_mark_dynamic(x, dim)
     return x
-
-
-def in_memory(x: Tensor) -> Tensor:
-    """x, within a compiled function, computed once, where Inductor would compute it anew wherever it is read: a view by
-    strides makes it write x to memory."""
-    x = x.contiguous()
-    return x.as_strided(x.shape, x.stride())
 
 
 def kind(device: torch.device) -> str:
