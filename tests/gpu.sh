@@ -9,7 +9,8 @@
 #   float32   triton at target in float32: OUT/float32.json
 #   variants  triton's target step, from a graph, by activation and with dropout: OUT/variant-*.json
 #   tiles     triton's target step by tile size: OUT/tiles.json
-#   model     the FastConformer step with each loss: OUT/model.json
+#   model     the FastConformer step with each loss, on both data sets: OUT/model.json, OUT/model.png
+#   largest   the largest batch of LibriSpeech's lengths in 40 GiB, with each loss: OUT/largest.json, OUT/largest.png
 # Times mean something only where nothing else runs.  PYTHON names another interpreter, PYTEST_ARGS what pytest gets with
 # `tests` (-n 12), RNNT_DATA the folder of the example's recordings, RNNT_COMMIT what the figures are of.
 set -uo pipefail
@@ -39,7 +40,7 @@ tests() {
     "$python" -m rnnt check --device cuda --dtype float32 --dtype bfloat16 --dtype float64 >"$out/check.txt" 2>&1 &
     jobs+=("$!")
     # shellcheck disable=SC2086
-    stage tests "$python" -m pytest -m gpu -q -p no:cacheprovider \
+    stage tests "$python" -m pytest -m gpu -q -p no:cacheprovider --durations 12 \
         -W ignore::pytest_benchmark.logger.PytestBenchmarkWarning ${PYTEST_ARGS:-}
     for job in "${jobs[@]}"; do
         wait "$job" || failed+=("example or check")
@@ -96,14 +97,20 @@ tiles() {
 }
 
 model() {
-    stage model "$python" -m benchmarks.model --json "$out/model.json"
+    stage model "$python" -m benchmarks.model --losses none triton compiled torchaudio dense-8 \
+        --json "$out/model.json" --picture "$out/model.png"
+}
+
+largest() {
+    stage largest "$python" -m benchmarks.model --data librispeech --losses none triton torchaudio dense-8 \
+        --only-largest --memory-limit 40 --json "$out/largest.json" --picture "$out/largest.png"
 }
 
 stages=("$@")
-((${#stages[@]})) || stages=(tests target shapes graph exact sharp float32 variants tiles model)
+((${#stages[@]})) || stages=(tests target shapes graph exact sharp float32 variants tiles model largest)
 for name in "${stages[@]}"; do
     case $name in
-    tests | target | shapes | graph | exact | sharp | float32 | variants | tiles | model) ;;
+    tests | target | shapes | graph | exact | sharp | float32 | variants | tiles | model | largest) ;;
     *) echo "gpu.sh: '$name' is none of the stages above" >&2 && exit 2 ;;
     esac
 done
