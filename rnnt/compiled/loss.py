@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from rnnt.compiled import lattice, log_probs
-from rnnt.compiled.joint import Anchors, GatherSums, IndexSums, matrix
+from rnnt.compiled.joint import GatherSums, IndexSums, matrix
 from rnnt.compiled.log_probs import JointInputs, Tile
 from rnnt.compiled.tiles import (
     LARGEST_TILE,
@@ -75,7 +74,7 @@ def _score(problem: JointProblem, keep: int) -> tuple[Tensor, Tensor, Tensor, Te
     alignment, node = problem.alignment, all_nodes(problem.alignment)
     inputs = _constants(problem)
     size = _size(problem.linear_weight, problem.compute_dtype, problem.tile_rows)
-    call = compiled(log_probs.score, _tile(problem, inputs, size, keep > 0, Anchors()))
+    call = compiled(log_probs.score, _tile(problem, inputs, size, keep > 0))
     kept = inputs.weight.new_empty((keep, len(inputs.weight)))
     parts = iter(kept.split(size))
     values = []
@@ -97,46 +96,46 @@ def _gradients(
     alignment, wide, device = problem.alignment, blank.dtype, problem.device
     features = problem.encoder.shape[2]
     size = _size(problem.linear_weight, problem.compute_dtype, problem.tile_rows, backward=True)
+    node = live_nodes(blank, label, alignment)
+    blank, label, lse = blank.flatten(), label.flatten(), lse.flatten()
     # Gradients travel in the compute dtype at the scale of one utterance, whatever scale the caller gives the loss.
     largest = torch.where(upstream.isfinite(), upstream.abs(), 0).amax()
     unit = torch.exp2(torch.frexp(largest)[1].clamp(-100, 100).to(wide))
     upstream = upstream / unit
 
     inputs = _constants(problem)
+    leaves = []
+    if needed[0] or needed[1]:
+        anchor = torch.zeros((), dtype=problem.compute_dtype, device=device).expand(size, features)
+        inputs = inputs._replace(anchor=anchor)
+        leaves.append(anchor)
     layer = [x for x, need in ((inputs.weight, needed[2]), (inputs.bias, needed[3])) if need]
+    leaves += layer
     layer_sums = [torch.zeros_like(x, dtype=wide) for x in layer]
-    for leaf in layer:
+    for leaf in leaves:
         leaf.requires_grad_()
 
-    node = live_nodes(blank, label, alignment)  # waits for the device, which is still busy with the forward pass
-    blank, label, lse = blank.flatten(), label.flatten(), lse.flatten()
+    products = mark_dynamic(kept, 0) if len(kept) > 0 else None
+    call = compiled(log_probs.surrogate, _tile(problem, inputs, size, products is not None))
     sums = (IndexSums if device.type == "cpu" else GatherSums)(
         node, alignment, size, features, needed[:2], problem.compute_dtype
     )
-    products = mark_dynamic(kept, 0) if len(kept) > 0 else None
     number = itertools.count()
     for block in blocks(alignment, node, size, problem.seed, numbered=products is not None):
         floats = [torch.where(block.valid, x[block.node], 0) for x in (blank, label)]
         weights = torch.stack([*floats, lse[block.node]], 1)
         for integers, weight, d_zeros in zip(block.integers, weights, upstream[block.utterance], strict=True):
-            tile = next(number)
-            anchors = sums.anchors_of(tile)
-            call = compiled(log_probs.surrogate, _tile(problem, inputs, size, products is not None, anchors))
-            with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):  # a caller's hooks are not for a tile
-                zeros = call(inputs, anchors, integers, weight, products)
-            gradients = list(torch.autograd.grad(zeros, anchors.leaves() + layer, d_zeros))
-            for total in reversed(layer_sums):
-                total += gradients.pop()  # which frees it before the next tile
-            sums.add(tile, integers, gradients)
-            del gradients
+            with torch.enable_grad():
+                zeros = call(inputs, integers, weight, products)
+            gradients = list(torch.autograd.grad(zeros, leaves, d_zeros))
+            if inputs.anchor is not None:
+                sums.add(next(number), integers, gradients.pop(0))
+            for total in layer_sums:
+                total += gradients.pop(0)  # which frees it before the next tile
     found = iter([x for x, need in zip(sums.results(), needed, strict=False) if need] + layer_sums)
     return [
         (next(found)[: len(x)] * unit).to(x.dtype) if need else x.new_empty(0) for x, need in _needed(problem, needed)
     ]
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 def _needed(problem: JointProblem, needed: list[bool]) -> list[tuple[Tensor, bool]]:
@@ -159,6 +158,7 @@ def _constants(problem: JointProblem) -> JointInputs:
     return JointInputs(
         encoder=matrix(problem.encoder),
         predictor=matrix(problem.predictor),
+        anchor=None,
         weight=weight.contiguous(),
         bias=bias.contiguous(),
     )
@@ -169,12 +169,12 @@ def _padded(classes: int) -> int:
     return -(-classes // multiple) * multiple
 
 
-def _tile(problem: JointProblem, inputs: JointInputs, rows: int, keep: bool, anchors: Anchors) -> Tile:
+def _tile(problem: JointProblem, inputs: JointInputs, rows: int, keep: bool) -> Tile:
     return Tile(
         rows=rows,
         features=problem.encoder.shape[2],
         classes=len(inputs.weight),
-        inputs=tuple(None if x is None else (x.dtype, x.requires_grad) for x in (*inputs, *anchors)),
+        inputs=tuple(None if x is None else (x.dtype, x.requires_grad) for x in inputs),
         device=problem.device,
         compute_dtype=problem.compute_dtype,
         activation=problem.activation,
@@ -188,7 +188,9 @@ def _tile(problem: JointProblem, inputs: JointInputs, rows: int, keep: bool, anc
 def _size(weight: Tensor, dtype: torch.dtype, tile_rows: int | str | None, backward: bool = False) -> int:
     """Rows of a tile."""
     classes, features = _padded(len(weight)), weight.shape[1]
-    row_bytes = (classes + features) * dtype.itemsize  # product, over which its gradient is laid, and hidden
+    row_bytes = (classes + features) * dtype.itemsize  # product, hidden
+    if backward and weight.device.type != "cpu":
+        row_bytes += classes * dtype.itemsize  # the product's gradient, for which Inductor may find no place
     size = static_size(tile_rows, row_bytes, dtype, weight.device)
     if backward and dtype.itemsize >= 4 and not isinstance(tile_rows, int):
         size = min(size, LONGEST_SUM)
