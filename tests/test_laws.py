@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import rnnt
-from tests.fixtures import P, s_p, sines
+from tests.fixtures import P, j_p, s_p, sines
 from tests.support import (
     Budget,
     Joint,
@@ -220,3 +220,25 @@ def test_expanded_inputs(place):
 
     found = {"loss": loss.detach(), "d_frame": frame.grad[0, 0], "d_state": state.grad[0, 0]}
     assert_budget(found, budget_of(wide, dense))
+
+
+@pytest.mark.parametrize("tile_rows", [7, None])
+def test_hooks_on_saved_tensors_see_none_of_a_tiles(place, tile_rows):
+    """What a caller does to saved tensors while the backward pass runs (offloading, say) is not done to each tile's."""
+
+    def gradients(hooks):
+        batch = with_gradients(j_p().cast(place.finest, place.device))
+        loss = joint_loss(batch, reduction="sum", blank=0, backend=place.backend, tile_rows=tile_rows)
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
+            return torch.autograd.grad(loss, list(batch.floats().values()))
+
+    packed = []
+
+    def pack(x):
+        packed.append(x)
+        return x.contiguous().clone()
+
+    plain, hooked = gradients((lambda x: x, lambda x: x)), gradients((pack, lambda x: x))
+    assert not packed
+    for right, found in zip(plain, hooked, strict=True):
+        assert torch.equal(found, right)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from rnnt.compiled import lattice, log_probs
 from rnnt.compiled.joint import GatherSums, IndexSums, matrix
@@ -125,7 +126,7 @@ def _gradients(
         floats = [torch.where(block.valid, x[block.node], 0) for x in (blank, label)]
         weights = torch.stack([*floats, lse[block.node]], 1)
         for integers, weight, d_zeros in zip(block.integers, weights, upstream[block.utterance], strict=True):
-            with torch.enable_grad():
+            with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):  # a caller's hooks are not for a tile
                 zeros = call(inputs, integers, weight, products)
             gradients = list(torch.autograd.grad(zeros, leaves, d_zeros))
             if inputs.anchor is not None:
@@ -136,6 +137,10 @@ def _gradients(
     return [
         (next(found)[: len(x)] * unit).to(x.dtype) if need else x.new_empty(0) for x, need in _needed(problem, needed)
     ]
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 def _needed(problem: JointProblem, needed: list[bool]) -> list[tuple[Tensor, bool]]:
