@@ -1,14 +1,15 @@
-"""What the compiled backend does on a GPU alone, run on the CPU: diagonals in blocks, gathered sums, and passes that
+"""What the compiled backend does on a GPU alone, run on the CPU: diagonals in chunks, gathered sums, and passes that
 never wait."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 
 from rnnt.compiled import lattice, loss
-from rnnt.compiled.joint import GatherSums, IndexSums, utterance_spans
-from rnnt.compiled.tiles import all_nodes, blocks, live_nodes
+from rnnt.compiled.joint import GatherSums, IndexSums, joint, utterance_spans
+from rnnt.compiled.tiles import TileRows, all_nodes, blocks, live_nodes
 from rnnt.problem import Alignment, JointProblem
 from tests.support import assert_budget, joint_budget, named_dtypes, ragged, ragged_lengths, results, upstream_of
 
@@ -30,22 +31,25 @@ def some_live(alignment: Alignment, share: float) -> torch.Tensor:
     return live_nodes(inside, inside, alignment)
 
 
-@pytest.mark.parametrize("sizes", [(3, 50, 20), (1, 33, 0), (2, 1, 40), (1, 30, 1)], ids=str)
-@pytest.mark.parametrize("length", [1, 2, 8, 16])
+@pytest.mark.parametrize("sizes", [(3, 50, 20), (1, 33, 0), (2, 1, 40), (1, 30, 1), (1, 1, 0)], ids=str)
+@pytest.mark.parametrize(("block", "chunk"), [(2, 2), (4, 16), (8, 8), (32, 256)])
 @pytest.mark.parametrize("impossible", [False, True], ids=["possible", "impossible-arcs"])
-def test_blocks_of_diagonals_start_as_they_would_in_turn(sizes, length, impossible):
-    alignment = alignment_of(*sizes)
+def test_scores_by_chunks_are_those_in_turn(monkeypatch, sizes, block, chunk, impossible):
+    monkeypatch.setattr(lattice, "BLOCK", block)
+    monkeypatch.setattr(lattice, "CHUNK", chunk)
+    # The graphs of a GPU are compiled there.
+    monkeypatch.setattr(lattice, "compiled", lambda function, planes, **options: functools.partial(function, planes))
     B, T, U = sizes
+    alignment, columns = alignment_of(*sizes), max(U + 1, 2)
     generator = torch.Generator().manual_seed(1)
-    blank, label = (-3 * torch.rand(B, T, n, generator=generator, dtype=torch.float64) for n in (U + 1, U))
+    blank, label = (-3 * torch.rand(B, T, columns, generator=generator, dtype=torch.float64) for _ in range(2))
     if impossible:
         for plane in (blank, label):
             plane[torch.rand(plane.shape, generator=generator) < 0.1] = -torch.inf
-    scores = lattice.scan(blank, label, alignment, sides=2)
-    arcs = lattice.arcs_by_diagonal(blank, label, alignment, sides=2)[1:]
-    blocks = len(arcs) // length
-    found = lattice.starts(scores[0], arcs[: blocks * length].unflatten(0, (blocks, length)))
-    torch.testing.assert_close(found, scores[length::length][:blocks], rtol=0, atol=1e-12)
+    sides = lattice.sides_of(alignment, T, columns)
+    right = lattice.scores_in_turn(blank, label, sides)
+    found = lattice.scores_by_chunks(blank, label, sides)
+    torch.testing.assert_close(found[: len(right)], right, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", named_dtypes("fp64", "fp32", "bf16"))
@@ -56,6 +60,7 @@ def test_gathered_sums_are_those_of_index_add(dtype, needed, sizes, host_sync):
     alignment = alignment_of(*sizes, host_sync=host_sync)
     node = some_live(alignment, 0.5)
     generator = torch.Generator().manual_seed(2)
+    constants = [torch.ones(sizes[0] * length, FEATURES, dtype=dtype) for length in (sizes[1], sizes[2] + 1)]
     for tile in (7, 64):
         ways = [way(node, alignment, tile, FEATURES, list(needed), dtype) for way in (IndexSums, GatherSums)]
         with torch.no_grad():
@@ -65,7 +70,10 @@ def test_gathered_sums_are_those_of_index_add(dtype, needed, sizes, host_sync):
                     d_pre = torch.randn(tile, FEATURES, generator=generator, dtype=torch.float64)
                     d_pre = (d_pre * valid[:, None]).to(dtype)
                     for way in ways:
-                        way.add(number, integers, d_pre)
+                        anchors = way.anchors_of(number)
+                        with torch.enable_grad():
+                            pre = joint(*constants, anchors, TileRows(*integers), "relu", 0.0, dtype)
+                        way.add(number, integers, list(torch.autograd.grad(pre, anchors.leaves(), d_pre)))
                     number += 1
         for right, found in zip(*(way.results() for way in ways), strict=True):
             torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)

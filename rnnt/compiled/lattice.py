@@ -11,15 +11,15 @@ Outside the lattice both are -inf.  gamma is beta without the last blank.  Deriv
     blank[t,u] = exp(alpha[t,u] + logp_blank[t,u] + gamma[t+1,u] - alpha[T-1,U])        last node: exactly 1
     label[t,u] = exp(alpha[t,u] + logp_label[t,u] + gamma[t,u+1] - alpha[T-1,U])
 
-gamma is alpha of the lattice seen from its last node, so both run side by side.  The nodes of one anti-diagonal
-d = t + u depend on the one before alone: T + U1 - 1 steps over [2 B, U1], of two operations each, an addition that
-reads every predecessor twice (as the start of a blank and of a label) and a logaddexp of the two.  On a GPU, where a
-step takes as long as its launches, the diagonals are cut into blocks that advance side by side.  What leads through a
-block is found first, for all blocks at once, from its diagonals in pairs, fours, eights, ...:
+gamma is alpha of the lattice seen from its last node, so both run side by side, as 2 B *sides*.  The nodes of one
+anti-diagonal d = t + u depend on the one before alone.  On the CPU the diagonals are taken in turn.  On a GPU, where a
+step takes as long as its launches, `advance` takes CHUNK of them in one graph of some 20 kernels, each a sum of a few
+exponentials, by
 
-    paths through 2 k diagonals [u, m1 + m2] = logsumexp of  late [u, m2] + early [u - k + m2, m1]
+    paths[u, m], m = 0 .. k:  log-likelihood of all paths through k diagonals from column u - k + m to column u
 
-where [u, m] stands for the paths from column u - k + m to column u; then one block after another gets its first scores.
+Paths through 2 k diagonals are joined from those through k, up to BLOCK diagonals; scores go from block to block, and
+from there to the middle of each block, of each half, of each quarter.
 
 logp_blank [B, T, U1], logp_label [B, T, U], natural log -> losses [B] and weights [B, T, U1], the occupancies that the
 gradient is made of: FastEmit's lambda is in those of label arcs, and nodes below the threshold have none.  Scores are
@@ -28,13 +28,36 @@ Graves 2012, arXiv:1211.3711, eq. 16-20; FastEmit: Yu et al. 2020, arXiv:2010.11
 Before: log_probs.py.  After: loss.py.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from rnnt.layout import dense_mask, label_mask
+from rnnt.compiled.tiles import compiled, in_memory, mark_dynamic
 from rnnt.problem import Alignment, loss_dtype
 
-BLOCK = 32  # diagonals, a power of two: shorter blocks are more in turn, longer ones more arithmetic
+BLOCK = 16  # diagonals, a power of two: shorter blocks are more in turn, longer ones more arithmetic
+CHUNK = 16 * BLOCK
+
+
+class Sides(NamedTuple):
+    """The lattices of the utterances and, below them, the same seen from their last nodes, [2 B] int64 each.
+
+    Of either, the nodes are t in [0, frames), u in [0, labels]; node (t, u) lies at first + step (t U1 + u).
+    """
+
+    first: Tensor  # index into a flat plane [B T U1]
+    step: Tensor  # 1, or -1
+    frames: Tensor
+    labels: Tensor
+
+
+class Planes(NamedTuple):
+    """What the compiled functions of the lattice are specialised on."""
+
+    dtype: torch.dtype
+    device: torch.device
 
 
 def losses_and_weights(
@@ -46,128 +69,161 @@ def losses_and_weights(
     Where no alignment is possible the loss is inf and every weight 0.
     """
     dtype = loss_dtype(logp_blank, logp_label)
-    scores = scan(logp_blank, logp_label, alignment, sides=2 if with_gradient else 1)
-    b = torch.arange(len(logp_blank), device=logp_blank.device)
-    last_frame, last_column = alignment.encoder_lengths - 1, alignment.target_lengths
-    log_z = scores[last_frame + last_column, b, 1 + last_column] + logp_blank[b, last_frame, last_column]
+    utterances, frames, columns = logp_blank.shape
+    missing = max(2 - columns, 0)  # no dimension of what is compiled is shorter than 2, see mark_dynamic
+    blank, label = (pad(x, (0, columns + missing - x.shape[2])).to(dtype) for x in (logp_blank, logp_label))
+    sides = sides_of(alignment, frames, columns + missing)
+    scan = scores_in_turn if blank.device.type == "cpu" else scores_by_chunks
+    scores = mark_dynamic(scan(blank, label, sides), 0, 1, 2)
+    log_z, blank, label = compiled(occupancies, Planes(dtype, blank.device))(scores, flat(blank), flat(label), sides)
+    log_z = log_z[:utterances]
     losses = torch.where(log_z == -torch.inf, torch.inf, -log_z).to(dtype)
     if not with_gradient:
         return losses, losses.new_empty((0, 0, 0)), losses.new_empty((0, 0, 0))
-    blank, label = (x.to(dtype) for x in occupancies(scores, logp_blank, logp_label, alignment))
+    blank, label = (x.view(utterances, frames, -1)[:, :, :columns] for x in (blank, label))
     # NaN stays: a loss that is NaN has gradients that are.
     left_out = (log_z == -torch.inf)[:, None, None] | (blank + label < occupancy_threshold)
     return losses, torch.where(left_out, 0, blank), torch.where(left_out, 0, label * (1 + fastemit_lambda))
 
 
-def occupancies(scores: Tensor, logp_blank: Tensor, logp_label: Tensor, alignment: Alignment) -> tuple[Tensor, Tensor]:
-    """Of blank arcs and of label arcs, [B, T, U1] float64; 0 outside the lengths."""
-    utterances, frames, columns = logp_blank.shape
-    device = logp_blank.device
-    b = torch.arange(utterances, device=device)[:, None, None]
-    t = torch.arange(frames, device=device)[None, :, None]
-    u = torch.arange(columns, device=device)[None, None, :]
-    last_frame = alignment.encoder_lengths[:, None, None] - 1
-    last_column = alignment.target_lengths[:, None, None]
-    last = (t == last_frame) & (u == last_column)
-
-    alpha = scores[t + u, b, 1 + u]  # [B, T, U1]
-    alpha = alpha - scores[last_frame + last_column, b, 1 + last_column]
-    # Both successors of a node lie on one diagonal: (t + 1, u) at column U - u of the reversed lattice, (t, u + 1) at
-    # the column before it, whose border is -inf.
-    diagonal = (last_frame + last_column - (t + u + 1)).clamp(min=0)
-    column = (1 + last_column - u).clamp(min=0)
-    after_blank = scores[diagonal, utterances + b, column]
-    after_label = scores[diagonal, utterances + b, (column - 1).clamp(min=0)]
-
-    blank = torch.exp(alpha + torch.where(last, 0, logp_blank + after_blank))
-    label = torch.exp(alpha + torch.nn.functional.pad(logp_label, (0, 1)) + after_label)
-    label_inside = torch.nn.functional.pad(label_mask(alignment), (0, 1))
-    return torch.where(dense_mask(alignment), blank, 0), torch.where(label_inside, label, 0)
+def flat(plane: Tensor) -> Tensor:
+    return mark_dynamic(plane.flatten(), 0)
 
 
-def scan(logp_blank: Tensor, logp_label: Tensor, alignment: Alignment, sides: int) -> Tensor:
-    """alpha [>= D, B, 1 + U1] by diagonal d = t + u and column 1 + u; with two sides, [>= D, 2 B, 1 + U1], gamma below
-    it, by diagonal and column of the reversed lattice.  Column 0 is the border, -inf.  float64."""
-    utterances, _, columns = logp_blank.shape
-    arcs = arcs_by_diagonal(logp_blank, logp_label, alignment, sides)[1:]  # [D - 1, sides B, 2, U1]
-    length = BLOCK if logp_blank.device.type != "cpu" and len(arcs) > BLOCK else max(len(arcs), 1)
-    blocks = -(-len(arcs) // length)
-    scores = arcs.new_full((1 + blocks * length, sides * utterances, 1 + columns), -torch.inf, dtype=torch.float64)
+def sides_of(alignment: Alignment, frames: int, columns: int) -> Tensor:
+    """[4, 2 B]: the fields of Sides in planes [B, frames, columns]."""
+    lengths, labels = alignment.encoder_lengths, alignment.target_lengths
+    first = torch.arange(len(lengths), device=lengths.device) * (frames * columns)
+    last = first + (lengths - 1) * columns + labels
+    step = torch.ones_like(first)
+    halves = torch.stack((first, step, lengths, labels)), torch.stack((last, -step, lengths, labels))
+    return mark_dynamic(torch.cat(halves, 1), 1)
+
+
+def scores_in_turn(blank: Tensor, label: Tensor, sides: Tensor) -> Tensor:
+    """alpha and, below it, gamma [D, 2 B, U1] by diagonal d = t + u and column u of each side.  float64."""
+    _, frames, columns = blank.shape
+    diagonals = frames + columns - 1
+    diagonal = torch.arange(1, diagonals, device=blank.device)
+    label_arcs, blank_arcs = arcs(blank.flatten(), label.flatten(), Sides(*sides.unbind(0)), diagonal, columns)
+    # Column 0 is the border, -inf, so that a predecessor is read at column u and at column u + 1.
+    scores = label_arcs.new_full((diagonals, sides.shape[1], 1 + columns), -torch.inf, dtype=torch.float64)
     scores[0, :, 1] = 0
-    if blocks == 0:
-        return scores
-    arcs = torch.nn.functional.pad(arcs, (0, 0, 0, 0, 0, 0, 0, blocks * length - len(arcs)), value=-torch.inf)
-    arcs = arcs.unflatten(0, (blocks, length))
-    if blocks > 1:
-        scores[length:-1:length] = starts(scores[0], arcs[:-1])
-    before, after = (x.unflatten(0, (blocks, length)) for x in (scores[:-1], scores[1:]))
-    through = torch.empty_like(arcs[:, 0], dtype=torch.float64)
-    through_label, through_blank = through.unbind(2)
-    # Of each diagonal, all blocks at once; a predecessor is read at column u - 1 and at column u.
-    predecessors, nodes = before.unfold(3, columns, 1).unbind(1), after[..., 1:].unbind(1)
-    for predecessor, arc, node in zip(predecessors, arcs.unbind(1), nodes, strict=True):
-        torch.add(predecessor, arc, out=through)
-        torch.logaddexp(through_label, through_blank, out=node)
+    for before, by_label, by_blank, after in zip(
+        scores[:-1].unbind(0), label_arcs.unbind(0), blank_arcs.unbind(0), scores[1:].unbind(0), strict=True
+    ):
+        torch.logaddexp(before[:, :-1] + by_label, before[:, 1:] + by_blank, out=after[:, 1:])
+    return scores[:, :, 1:].contiguous()
+
+
+def scores_by_chunks(blank: Tensor, label: Tensor, sides: Tensor) -> Tensor:
+    """The same, by compiled chunks of diagonals, with more of them at the end."""
+    _, frames, columns = blank.shape
+    chunks = -(-(frames + columns - 1) // CHUNK)
+    call = compiled(advance, Planes(blank.dtype, blank.device))
+    blank, label = flat(blank), flat(label)
+    scores = blank.new_empty((chunks * CHUNK, sides.shape[1], columns), dtype=torch.float64)
+    state = torch.full_like(scores[0], -torch.inf)
+    state[:, 0] = 0
+    for part, start in zip(
+        scores.split(CHUNK), torch.arange(0, len(scores), CHUNK, device=blank.device).unbind(0), strict=True
+    ):
+        found, state = call(mark_dynamic(state, 0, 1), start, blank, label, sides)
+        part.copy_(found)
     return scores
 
 
-def starts(scores: Tensor, arcs: Tensor) -> Tensor:
-    """Scores [blocks, rows, 1 + U1] of the diagonal after each block, from the scores [rows, 1 + U1] of the one before
-    the first; arcs [blocks, length, rows, 2, U1]."""
-    columns, length = arcs.shape[4], arcs.shape[1]
-    paths = arcs.double().transpose(3, 4)  # of one diagonal: the label's arc, the blank's arc
-    while paths.shape[1] > 1:
-        paths = joined(paths[:, 0::2], paths[:, 1::2])
-    found = scores.new_full((1 + len(arcs), len(scores), length + columns), -torch.inf)
-    found[0, :, length:] = scores[:, 1:]
-    sources = found.unfold(2, 1 + length, 1)  # [1 + blocks, rows, U1, 1 + length]
-    for source, path, after in zip(
-        sources.unbind(0), paths[:, 0].unbind(0), found[1:, :, length:].unbind(0), strict=False
-    ):
-        torch.logsumexp(source + path, 2, out=after)
-    return found[1:, :, length - 1 :]
+def advance(
+    planes: Planes, state: Tensor, start: Tensor, blank: Tensor, label: Tensor, sides: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Scores [CHUNK, 2 B, U1] of the diagonals start, start + 1, ..., and [2 B, U1] of the one after them.
+
+    state [2 B, U1]: the first of them; start [] int64; blank and label [B T U1].
+    """
+    diagonal = start + 1 + torch.arange(CHUNK, device=planes.device)
+    both = arcs(blank, label, Sides(*sides.unbind(0)), diagonal, state.shape[1])
+    levels = [in_memory(torch.stack(both, 3))]  # paths through 1, 2, 4, ... BLOCK diagonals
+    while len(levels[-1]) > CHUNK // BLOCK:
+        levels.append(in_memory(joined(levels[-1][0::2], levels[-1][1::2], planes.dtype)))
+    starts = [state]
+    for paths in levels.pop().unbind(0):
+        starts.append(through(starts[-1], paths))
+    after = starts.pop()
+    scores = torch.stack(starts)
+    for paths in reversed(levels):
+        scores = torch.stack((scores, through(scores, paths[0::2])), 1).flatten(0, 1)
+    return scores, after
 
 
-def joined(early: Tensor, late: Tensor) -> Tensor:
-    """Log-likelihood [..., U1, 2 k + 1] of all paths through 2 k diagonals, from those [..., U1, k + 1] through the
-    early k of them and the late k.  Entry m of column u: paths from column u - k + m to column u."""
+def arcs(blank: Tensor, label: Tensor, sides: Sides, diagonal: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """The label's and the blank's arc [D, 2 B, U1] that enter node (d - u, u), d of `diagonal` [D]; -inf where there
+    is none."""
+    first, step, frames, labels = (x[:, None] for x in sides)
+    u = torch.arange(columns, device=blank.device)
+    t = diagonal[:, None, None] - u
+    inside = (t < frames) & (u <= labels)
+    node = first + step * (t * columns + u)
+    # An arc lies at the node that it leaves: one before this, or, seen from the last node, this itself.
+    by_label, by_blank = (node - torch.where(step > 0, back, 0) for back in (1, columns))
+    last = len(blank) - 1
+    by_label = torch.where(inside & (t >= 0) & (u >= 1), label[by_label.clamp(0, last)], -torch.inf)
+    by_blank = torch.where(inside & (t >= 1), blank[by_blank.clamp(0, last)], -torch.inf)
+    return by_label, by_blank
+
+
+def joined(early: Tensor, late: Tensor, dtype: torch.dtype) -> Tensor:
+    """Paths [..., U1, 2 k + 1] through 2 k diagonals, of those [..., U1, k + 1] through the early k and the late k."""
     columns, k = early.shape[-2], early.shape[-1] - 1
-    early = torch.nn.functional.pad(early, (0, 0, k, 0), value=-torch.inf)
-    paths = early.new_full((*late.shape[:-1], 2 * k + 1), -torch.inf)
-    through = torch.empty_like(paths[..., : k + 1])
-    # For each m of the late ones: where they come from, themselves, and the paths they are a part of.
-    befores, afters = early.unfold(-2, columns, 1).transpose(-1, -2).unbind(-3), late[..., None].unbind(-2)
-    for before, after, part in zip(befores, afters, paths.unfold(-1, k + 1, 1).unbind(-2), strict=True):
-        torch.add(before, after, out=through)
-        torch.logaddexp(part, through, out=part)
-    return paths
+    u = torch.arange(columns, device=early.device)[:, None, None]
+    m = torch.arange(2 * k + 1, device=early.device)[:, None]
+    late_m = torch.arange(k + 1, device=early.device)
+    between, early_m = u - k + late_m, m - late_m  # the column where the late ones begin
+    exist = (between >= 0) & (early_m >= 0) & (early_m <= k)
+    both = late.double()[..., None, :] + early.double()[..., between.clamp(min=0), early_m.clamp(0, k)]
+    return log_sum_exp(torch.where(exist, both, -torch.inf), dtype)
 
 
-def arcs_by_diagonal(logp_blank: Tensor, logp_label: Tensor, alignment: Alignment, sides: int) -> Tensor:
-    """[D, sides B, 2, U1]: the label and the blank arc that enter node (d - u, u); -inf where there is none."""
-    utterances, frames, columns = logp_blank.shape
-    device = logp_blank.device
-    b = torch.arange(utterances, device=device)[:, None]
-    u = torch.arange(columns, device=device)
-    t = torch.arange(frames + columns - 1, device=device)[:, None, None] - u  # [D, 1, U1]
-    length, labels = alignment.encoder_lengths[:, None], alignment.target_lengths[:, None]
-    column_inside = u <= labels
-    blank_inside = (t >= 1) & (t < length) & column_inside  # [D, B, U1]
-    label_inside = (t >= 0) & (t < length) & column_inside & (u >= 1)
+def through(scores: Tensor, paths: Tensor) -> Tensor:
+    """Scores [..., U1] of the diagonal after `paths` [..., U1, k + 1] from those of the diagonal before."""
+    columns, k = paths.shape[-2], paths.shape[-1] - 1
+    source = torch.arange(columns, device=paths.device)[:, None] - k + torch.arange(k + 1, device=paths.device)
+    both = scores[..., source.clamp(min=0)] + paths.double()
+    return log_sum_exp(torch.where(source >= 0, both, -torch.inf), torch.float64)
 
-    dtype = torch.promote_types(logp_blank.dtype, logp_label.dtype)
-    arcs = logp_blank.new_empty((len(t), sides, utterances, 2, columns), dtype=dtype)
-    # Into (t, u) of the reversed lattice lead the arcs that leave node (T - 1 - t, U - u).
-    reversed_t, reversed_u = (length - 1 - t).clamp(0, frames - 1), (labels - u).clamp(min=0)
-    sources = (
-        ((t - 1).clamp(0, frames - 1), u, t.clamp(0, frames - 1), (u - 1).clamp(min=0)),
-        (reversed_t, reversed_u, reversed_t, reversed_u),
-    )
-    for side, (blank_t, blank_u, label_t, label_u) in enumerate(sources[:sides]):
-        arcs[:, side, :, 1] = torch.where(blank_inside, logp_blank[b, blank_t, blank_u], -torch.inf)
-        if columns == 1:
-            arcs[:, side, :, 0] = -torch.inf
-        else:
-            label = logp_label[b, label_t, label_u.clamp(max=columns - 2)]
-            arcs[:, side, :, 0] = torch.where(label_inside, label, -torch.inf)
-    return arcs.flatten(1, 2)
+
+def log_sum_exp(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[...] float64 of [..., n]; the exponentials are taken in `dtype`, of differences from the largest."""
+    largest = x.amax(-1)
+    largest = torch.where(largest.abs() == torch.inf, 0, largest)
+    return largest + (x - largest[..., None]).to(dtype).exp().double().sum(-1).log()
+
+
+def occupancies(
+    planes: Planes, scores: Tensor, blank: Tensor, label: Tensor, sides: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log Z [2 B] float64, and of blank arcs and of label arcs [B T U1]; 0 outside the lengths.
+
+    scores [>= D, 2 B, U1], blank and label [B T U1].
+    """
+    first, _, frames, labels = sides.unbind(0)
+    side = torch.arange(len(frames), device=frames.device)
+    utterances, columns = len(frames) // 2, scores.shape[2]
+    end = frames - 1 + labels
+    last = scores[end, side, labels]  # of alpha at the last node, of gamma at the first: the same but for rounding
+    log_z = last + blank[torch.where(side < utterances, first + (frames - 1) * columns + labels, first)]
+
+    node = torch.arange(len(blank), device=blank.device)
+    t, u = node // columns, node % columns
+    b = t // (len(blank) // columns // utterances)
+    t = t - b * (len(blank) // columns // utterances)
+    frames, labels, end, last = frames[b], labels[b], end[b], last[b]
+    inside, has_label, is_last = (t < frames) & (u <= labels), u < labels, t + u == end
+    alpha = scores[torch.where(inside, t + u, 0), b, u] - last
+    # Both successors lie on one diagonal of the other side: (t + 1, u) at column U - u, (t, u + 1) at the one before.
+    other, diagonal = utterances + b, torch.where(inside, end - (t + u + 1), 0).clamp(min=0)
+    column = (labels - u).clamp(min=0)
+    after_blank = torch.where(t + 1 < frames, scores[diagonal, other, column], -torch.inf)
+    after_label = torch.where(has_label, scores[diagonal, other, (column - 1).clamp(min=0)], -torch.inf)
+    by_blank = torch.exp((alpha + torch.where(is_last, 0, blank + after_blank)).to(planes.dtype))
+    by_label = torch.exp((alpha + label + after_label).to(planes.dtype))
+    return log_z, torch.where(inside, by_blank, 0), torch.where(inside & has_label, by_label, 0)

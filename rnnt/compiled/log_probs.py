@@ -33,8 +33,16 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rnnt.compiled.joint import joint
-from rnnt.compiled.tiles import TileRows
+from rnnt.compiled.joint import Anchors, joint
+from rnnt.compiled.tiles import TileRows, in_memory
+
+# Up to so many classes Inductor keeps in registers on a GPU; more it reads in a loop, which took four times as long as
+# parts of a row reduced on their own.
+LONGEST_REDUCTION, PART = 1024, 64
+
+# float16 has little range, so it is used to the top: d_logits, at most 2 for the largest upstream gradient, is scaled
+# up by 2^12 where the weights let d_pre have that too; d_weight, a sum over a tile's rows, comes out scaled down again.
+FLOAT16_SHIFT = 12
 
 
 class Tile(NamedTuple):
@@ -43,7 +51,7 @@ class Tile(NamedTuple):
     rows: int
     features: int
     classes: int
-    inputs: tuple[tuple[torch.dtype, bool] | None, ...]  # dtype and requires_grad of each JointInputs
+    inputs: tuple[tuple[torch.dtype, bool] | None, ...]  # dtype and requires_grad of JointInputs and Anchors
     device: torch.device
     compute_dtype: torch.dtype
     activation: str
@@ -68,7 +76,6 @@ class DenseTile(NamedTuple):
 class JointInputs(NamedTuple):
     encoder: Tensor  # [B T, H], constant
     predictor: Tensor  # [B U1, H], constant
-    anchor: Tensor | None  # [rows, H] in the compute dtype
     weight: Tensor  # [V, H] in the compute dtype
     bias: Tensor  # [V], float32 or float64
 
@@ -76,26 +83,30 @@ class JointInputs(NamedTuple):
 def score(tile: Tile, inputs: JointInputs, integers: Tensor) -> tuple[Tensor, ...]:
     """The product [rows, V], where it is to be kept, and logp_blank, logp_label, lse [rows]; without gradient."""
     rows = TileRows(*integers.unbind(0))
-    product = output_layer(tile, inputs, rows)
+    product = output_layer(tile, inputs, Anchors(), rows)
     scores = _wide(product) + inputs.bias
     lse = log_sum_exp(scores)
     found = *pick(scores, rows.label, tile.blank, lse), lse
     return (product, *found) if tile.keep else found
 
 
-def surrogate(tile: Tile, inputs: JointInputs, integers: Tensor, weights: Tensor, kept: Tensor | None) -> Tensor:
+def surrogate(
+    tile: Tile, inputs: JointInputs, anchors: Anchors, integers: Tensor, weights: Tensor, kept: Tensor | None
+) -> Tensor:
     """Zeros [rows] with the derivative of -(blank_weight logp_blank + label_weight logp_label), clamped at the logits.
 
     weights [3, rows]: blank_weight, label_weight, lse; kept [N, V]: products, or None.
     """
     rows = TileRows(*integers.unbind(0))
 
-    def run(inputs: JointInputs) -> Tensor:
-        product = output_layer(tile, inputs, rows)
+    def run(inputs: JointInputs, anchors: Anchors) -> Tensor:
+        product = output_layer(tile, inputs, anchors, rows)
         before = None if kept is None else kept[rows.row]
         return Surrogate.apply(product, inputs.bias, before, rows.label, weights, tile.blank, tile.clamp)
 
-    return checkpoint(run, inputs, use_reentrant=False, preserve_rng_state=False)  # dropout draws from no generator
+    return checkpoint(
+        run, inputs, anchors, use_reentrant=False, preserve_rng_state=False
+    )  # dropout draws from no generator
 
 
 def dense_score(tile: DenseTile, logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,12 +125,11 @@ def dense_gradient(
     return times_upstream(gradient, upstream, blank_weight, label_weight).to(logits.dtype)
 
 
-def output_layer(tile: Tile, inputs: JointInputs, rows: TileRows) -> Tensor:
+def output_layer(tile: Tile, inputs: JointInputs, anchors: Anchors, rows: TileRows) -> Tensor:
     """product [rows, V] in the compute dtype."""
-    hidden = joint(
-        inputs.encoder, inputs.predictor, inputs.anchor, rows, tile.activation, tile.dropout_p, tile.compute_dtype
-    )
-    return torch.nn.functional.linear(hidden, inputs.weight)
+    hidden = joint(inputs.encoder, inputs.predictor, anchors, rows, tile.activation, tile.dropout_p, tile.compute_dtype)
+    product = Float16Product.apply if tile.compute_dtype == torch.float16 else torch.nn.functional.linear
+    return product(hidden, inputs.weight)
 
 
 def pick(scores: Tensor, label: Tensor, blank: int, lse: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -153,8 +163,29 @@ def times_upstream(gradient: Tensor, upstream: Tensor, blank_weight: Tensor, lab
 
 def log_sum_exp(scores: Tensor) -> Tensor:
     """[rows]; NaN, as log_softmax gives, where torch.logsumexp says inf: a score is inf."""
+    classes = scores.shape[1]
+    if classes > LONGEST_REDUCTION and classes % PART == 0:
+        scores = scores.unflatten(1, (-1, PART)).logsumexp(2)
     lse = scores.logsumexp(1)
     return torch.where(lse == torch.inf, torch.nan, lse)
+
+
+class Float16Product(torch.autograd.Function):
+    """product [rows, V] of hidden [rows, H] and weight [V, H]; d_weight comes out 2^-FLOAT16_SHIFT of what it is."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return torch.nn.functional.linear(hidden, weight)
+
+    @staticmethod
+    def backward(ctx: Any, d_product: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        d_hidden = d_product @ weight if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return d_hidden, None
+        zero = weight.new_zeros(1)
+        return d_hidden, torch.addmm(zero, d_product.T, hidden, beta=0, alpha=2.0**-FLOAT16_SHIFT)
 
 
 class Surrogate(torch.autograd.Function):
@@ -176,7 +207,7 @@ class Surrogate(torch.autograd.Function):
         blank, clamp = ctx.constants
         scores = _wide(product) + bias
         gradient = scores_gradient(scores, label, blank_weight, label_weight, blank, clamp, lse)
-        gradient = times_upstream(gradient, upstream, blank_weight, label_weight).to(product.dtype)
+        gradient = in_memory(times_upstream(gradient, upstream, blank_weight, label_weight).to(product.dtype))
         d_bias = gradient.sum(0, dtype=bias.dtype) if ctx.needs_input_grad[1] else None
         return gradient, d_bias, None, None, None, None, None
 

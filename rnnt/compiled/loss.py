@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from rnnt.compiled import lattice, log_probs
-from rnnt.compiled.joint import GatherSums, IndexSums, matrix
-from rnnt.compiled.log_probs import JointInputs, Tile
+from rnnt.compiled.joint import Anchors, GatherSums, IndexSums, matrix
+from rnnt.compiled.log_probs import FLOAT16_SHIFT, JointInputs, Tile
 from rnnt.compiled.tiles import (
     LARGEST_TILE,
     all_nodes,
@@ -41,6 +41,7 @@ from rnnt.compiled.tiles import (
 )
 from rnnt.layout import dense_mask, label_mask
 from rnnt.problem import Alignment, JointProblem
+from rnnt.scale import scale_of
 
 ALIGNMENT = 16, 64  # classes of less than 512, and of more: whole blocks of a matrix product
 LONGEST_SUM = 2**13  # rows of a float32 product over rows: longer ones, in one chain of additions, lose digits
@@ -75,7 +76,7 @@ def _score(problem: JointProblem, keep: int) -> tuple[Tensor, Tensor, Tensor, Te
     alignment, node = problem.alignment, all_nodes(problem.alignment)
     inputs = _constants(problem)
     size = _size(problem.linear_weight, problem.compute_dtype, problem.tile_rows)
-    call = compiled(log_probs.score, _tile(problem, inputs, size, keep > 0))
+    call = compiled(log_probs.score, _tile(problem, inputs, size, keep > 0, Anchors()))
     kept = inputs.weight.new_empty((keep, len(inputs.weight)))
     parts = iter(kept.split(size))
     values = []
@@ -97,46 +98,52 @@ def _gradients(
     alignment, wide, device = problem.alignment, blank.dtype, problem.device
     features = problem.encoder.shape[2]
     size = _size(problem.linear_weight, problem.compute_dtype, problem.tile_rows, backward=True)
-    node = live_nodes(blank, label, alignment)
-    blank, label, lse = blank.flatten(), label.flatten(), lse.flatten()
-    # Gradients travel in the compute dtype at the scale of one utterance, whatever scale the caller gives the loss.
-    largest = torch.where(upstream.isfinite(), upstream.abs(), 0).amax()
-    unit = torch.exp2(torch.frexp(largest)[1].clamp(-100, 100).to(wide))
+    unit = _unit(problem, upstream, wide)
     upstream = upstream / unit
 
     inputs = _constants(problem)
-    leaves = []
-    if needed[0] or needed[1]:
-        anchor = torch.zeros((), dtype=problem.compute_dtype, device=device).expand(size, features)
-        inputs = inputs._replace(anchor=anchor)
-        leaves.append(anchor)
     layer = [x for x, need in ((inputs.weight, needed[2]), (inputs.bias, needed[3])) if need]
-    leaves += layer
     layer_sums = [torch.zeros_like(x, dtype=wide) for x in layer]
-    for leaf in leaves:
+    for leaf in layer:
         leaf.requires_grad_()
 
-    products = mark_dynamic(kept, 0) if len(kept) > 0 else None
-    call = compiled(log_probs.surrogate, _tile(problem, inputs, size, products is not None))
+    node = live_nodes(blank, label, alignment)  # waits for the device, which is still busy with the forward pass
+    blank, label, lse = blank.flatten(), label.flatten(), lse.flatten()
     sums = (IndexSums if device.type == "cpu" else GatherSums)(
         node, alignment, size, features, needed[:2], problem.compute_dtype
     )
+    products = mark_dynamic(kept, 0) if len(kept) > 0 else None
     number = itertools.count()
     for block in blocks(alignment, node, size, problem.seed, numbered=products is not None):
         floats = [torch.where(block.valid, x[block.node], 0) for x in (blank, label)]
         weights = torch.stack([*floats, lse[block.node]], 1)
         for integers, weight, d_zeros in zip(block.integers, weights, upstream[block.utterance], strict=True):
+            tile = next(number)
+            anchors = sums.anchors_of(tile)
+            call = compiled(log_probs.surrogate, _tile(problem, inputs, size, products is not None, anchors))
             with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):  # a caller's hooks are not for a tile
-                zeros = call(inputs, integers, weight, products)
-            gradients = list(torch.autograd.grad(zeros, leaves, d_zeros))
-            if inputs.anchor is not None:
-                sums.add(next(number), integers, gradients.pop(0))
-            for total in layer_sums:
-                total += gradients.pop(0)  # which frees it before the next tile
+                zeros = call(inputs, anchors, integers, weight, products)
+            gradients = list(torch.autograd.grad(zeros, anchors.leaves() + layer, d_zeros))
+            for total in reversed(layer_sums):
+                total += gradients.pop()  # which frees it before the next tile
+            sums.add(tile, integers, gradients)
+            del gradients
     found = iter([x for x, need in zip(sums.results(), needed, strict=False) if need] + layer_sums)
+    weight_unit = unit * 2.0**FLOAT16_SHIFT if problem.compute_dtype == torch.float16 else unit
     return [
-        (next(found)[: len(x)] * unit).to(x.dtype) if need else x.new_empty(0) for x, need in _needed(problem, needed)
+        (next(found)[: len(x)] * scale).to(x.dtype) if need else x.new_empty(0)
+        for (x, need), scale in zip(_needed(problem, needed), (unit, unit, weight_unit, unit), strict=True)
     ]
+
+
+def _unit(problem: JointProblem, upstream: Tensor, wide: torch.dtype) -> Tensor:
+    """Power of two, by which the upstream gradients [B] are divided on their way: gradients travel in the compute dtype
+    at the scale of one utterance, whatever scale the caller gives the loss; in float16 above it, see FLOAT16_SHIFT."""
+    unit = scale_of(upstream).to(wide)
+    if problem.compute_dtype == torch.float16:
+        largest_weight = scale_of(problem.linear_weight).to(wide) / (1 - problem.dropout_p)
+        unit = unit / torch.clamp(2.0**13 / scale_of(largest_weight), max=2.0**FLOAT16_SHIFT)  # d_pre up to 2^14
+    return unit
 
 
 def _itself(x: Tensor) -> Tensor:
@@ -163,7 +170,6 @@ def _constants(problem: JointProblem) -> JointInputs:
     return JointInputs(
         encoder=matrix(problem.encoder),
         predictor=matrix(problem.predictor),
-        anchor=None,
         weight=weight.contiguous(),
         bias=bias.contiguous(),
     )
@@ -174,12 +180,12 @@ def _padded(classes: int) -> int:
     return -(-classes // multiple) * multiple
 
 
-def _tile(problem: JointProblem, inputs: JointInputs, rows: int, keep: bool) -> Tile:
+def _tile(problem: JointProblem, inputs: JointInputs, rows: int, keep: bool, anchors: Anchors) -> Tile:
     return Tile(
         rows=rows,
         features=problem.encoder.shape[2],
         classes=len(inputs.weight),
-        inputs=tuple(None if x is None else (x.dtype, x.requires_grad) for x in inputs),
+        inputs=tuple(None if x is None else (x.dtype, x.requires_grad) for x in (*inputs, *anchors)),
         device=problem.device,
         compute_dtype=problem.compute_dtype,
         activation=problem.activation,
@@ -193,9 +199,7 @@ def _tile(problem: JointProblem, inputs: JointInputs, rows: int, keep: bool) -> 
 def _size(weight: Tensor, dtype: torch.dtype, tile_rows: int | str | None, backward: bool = False) -> int:
     """Rows of a tile."""
     classes, features = _padded(len(weight)), weight.shape[1]
-    row_bytes = (classes + features) * dtype.itemsize  # product, hidden
-    if backward and weight.device.type != "cpu":
-        row_bytes += classes * dtype.itemsize  # the product's gradient, for which Inductor may find no place
+    row_bytes = (classes + features) * dtype.itemsize  # product, over which its gradient is laid, and hidden
     size = static_size(tile_rows, row_bytes, dtype, weight.device)
     if backward and dtype.itemsize >= 4 and not isinstance(tile_rows, int):
         size = min(size, LONGEST_SUM)
@@ -397,6 +401,9 @@ def _joint_log_probs_backward(ctx: Any, d_blank: Tensor | None, d_label: Tensor 
     if d_label is not None:
         label_weight = torch.nn.functional.pad(torch.where(has_label, -d_label, zero), (0, 1))
     upstream = zero.new_ones(ctx.shape[0])
+    if ctx.numbers[-1] == torch.float16:
+        scale = scale_of(blank_weight, label_weight)
+        upstream, blank_weight, label_weight = upstream * scale, blank_weight / scale, label_weight / scale
     return *_joint_backward(ctx, tensors, blank_weight, label_weight, lse, kept, upstream), *(None,) * 14
 
 

@@ -1,14 +1,16 @@
 """Peak memory of one training call: a tile, the planes, the sums of the gradients.
 
-Bytes, with n = B T U1, N rows (all of them live), D = T + U diagonals, R rows of a tile, r rows of a block of tiles, b
-utterances that a tile reaches, V padded as loss.py does it, s bytes of the compute dtype, w of the planes and sums (4,
-float64: 8), and S = B T H + B U1 H + V H + V.  The largest of these moments, with the output layer's copy (V H s + V w)
-where there are tiles:
+Bytes, with n = B T U1, N rows (all of them live), R rows of a tile, r rows of a block of tiles, b utterances that a
+tile reaches, d = 2 B U1 (T + U) scores of the lattice (on a GPU in whole chunks of c), V padded as loss.py does it, s
+bytes of the compute dtype, w of the planes and sums (4, float64: 8), and S = B T H + B U1 H + V H + V.  The largest of
+these moments, with the output layer's copy (V H s + V w) where there are tiles:
 
     rows       8 N + n + 65 r                            a block's integers while they are looked up
     scores     8 N + 3 N w + 41 r + R (H + V) s
     planes     8 N + 6 N w + 41 r                        planes beside the tiles' scores
-    lattice    3 n w + 16 B D (U1 + 1) + 66 n            scores and gathered planes in float64
+    lattice    5 n w + 40 d                              on the CPU: arcs, and where they are found
+               5 n w + 8 d + (40 + 2 w) c                on a GPU: scores, and a chunk's paths
+               9 n w + 8 d + n                           occupancies and weights
     live rows  3 n w + 3 n + 8 N                         the nodes with a weight
     again      3 n w + 8 N + n + 65 r + S w              the same of live rows
     gradients  3 n w + 8 N + (41 + 4 w) r + S w + tile
@@ -16,7 +18,7 @@ where there are tiles:
 
 untiled with the products N V s, N in whole tiles.  A tile's gradients take V H s and, whichever is more,
 
-    its matrix products    on a GPU R (2 H + 2 V) s, at 16 bits R (H + 2 V) s, on the CPU R (H (w + s) + V s)
+    its matrix products    on a GPU R (2 H + V) s, at 16 bits R (H + V) s, on the CPU R (H (w + s) + V s)
     its sums               R H (w + s) on the CPU, R H s + b (T + U1) H w on a GPU, where 4 n more tell nodes' places
 
 and 400 KB that oneDNN takes for a 16-bit product on the CPU.
@@ -25,14 +27,17 @@ Before: rnnt/plan.py.  Beside: loss.py, tiles.py, whose sizes these are.
 
 import torch
 
+from rnnt.compiled.lattice import BLOCK, CHUNK
 from rnnt.compiled.loss import _kept_rows, _padded, _size, clipped_tile_rows
-from rnnt.compiled.tiles import BLOCK, kind, nodes
+from rnnt.compiled.tiles import BLOCK as TILE_BLOCK
+from rnnt.compiled.tiles import kind, nodes
 from rnnt.problem import JointProblem
 
 INTEGER = 8  # bytes
 ROW = 5 * INTEGER + 1  # of each row of a block: the fields of TileRows without a number and keys, those of Block
 ROW_LOOKED_UP = ROW + 3 * INTEGER
-LATTICE_NODE = 8 * 8 + 2  # eight float64 or int64 planes and two masks when the occupancies have been found
+SCORE = 8
+ARC = 40  # on the CPU: indices of its node and of where it is read, masks, and its value
 PLACE = 4
 ONEDNN = 400_000
 
@@ -47,7 +52,7 @@ def plan(problem: JointProblem) -> tuple[int | None, dict[str, int]]:
     layer = {"output layer's copy": classes * (features * narrow + wide)}
     kept = {"kept products": _kept_rows(rows, weight, dtype) * classes * narrow if untiled else 0}
     every = INTEGER * rows
-    most = BLOCK[kind(problem.device)]
+    most = TILE_BLOCK[kind(problem.device)]
 
     def block(tile: int) -> int:
         """Rows in a block of tiles."""
@@ -57,12 +62,12 @@ def plan(problem: JointProblem) -> tuple[int | None, dict[str, int]]:
     tile = _size(weight, dtype, tile_rows)
     scored = tile * (features + classes) * narrow
     planes = 3 * n * wide
-    lattice = 16 * alignment.utterances * (alignment.frames + alignment.columns - 1) * (alignment.columns + 1)
     moments = [
         {"rows": every + n + ROW_LOOKED_UP * block(tile), **layer},
         {"planes": 3 * rows * wide, "rows": every + ROW * block(tile), "tile workspace": scored, **layer},
         {"planes": 3 * rows * wide + planes, "rows": every + ROW * block(tile), **layer},
-        {"planes": planes, "lattice": lattice + LATTICE_NODE * n},
+        {"planes": 5 * n * wide, "lattice": _lattice(problem, wide)},
+        {"planes": 9 * n * wide + n, "lattice": SCORE * _scores(problem)},
         {"planes": planes, "rows": every + 3 * n},
     ]
 
@@ -72,7 +77,7 @@ def plan(problem: JointProblem) -> tuple[int | None, dict[str, int]]:
     if problem.device.type == "cpu":
         saved, added = states * wide + (ONEDNN if narrow < wide else 0), states * wide
     else:
-        saved = tile * classes * narrow + (0 if narrow < wide else states * wide)
+        saved = 0 if narrow < wide else states * wide
         utterances = min(tile // (alignment.frames * alignment.columns) + 2, alignment.utterances)
         added = utterances * (alignment.frames + alignment.columns) * features * wide
         every += PLACE * n
@@ -86,3 +91,21 @@ def plan(problem: JointProblem) -> tuple[int | None, dict[str, int]]:
         running | {"tile workspace": layer_gradient, "gradients": results},
     ]
     return None if untiled else tile, max(moments, key=lambda parts: sum(parts.values())) | kept
+
+
+def _scores(problem: JointProblem) -> int:
+    """Of both sides of the lattice."""
+    columns = max(problem.alignment.columns, 2)
+    diagonals = problem.alignment.frames + columns - 1
+    if problem.device.type != "cpu":
+        diagonals = -(-diagonals // CHUNK) * CHUNK
+    return 2 * problem.alignment.utterances * columns * diagonals
+
+
+def _lattice(problem: JointProblem, wide: int) -> int:
+    """Bytes while its scores are found."""
+    if problem.device.type == "cpu":
+        return ARC * _scores(problem)
+    chunk = 2 * problem.alignment.utterances * max(problem.alignment.columns, 2) * CHUNK
+    paths = sum(SCORE * (1 + 1 / k) for k in (2**i for i in range(1, BLOCK.bit_length()))) + 2 * wide
+    return SCORE * _scores(problem) + int(paths * chunk)

@@ -25,7 +25,7 @@ from rnnt.tiling import tile_size
 # Bytes of a tile's intermediates, and the most rows of one: a core's cache on the CPU; elsewhere work enough to hide
 # the launches, which takes more where 16-bit products are quick.  Rows that are looked up at once.
 WORKSPACE = {"cpu": 4 * 2**20, "cuda": 192 * 2**20}
-WORKSPACE_16_BITS = {"cpu": 4 * 2**20, "cuda": 320 * 2**20}
+WORKSPACE_16_BITS = {"cpu": 4 * 2**20, "cuda": 336 * 2**20}
 LARGEST_TILE = {"cpu": 512, "cuda": 2**17}
 BLOCK = {"cpu": 2**18, "cuda": 2**20}
 
@@ -74,11 +74,13 @@ def _guards(guards: Sequence[Any]) -> list[bool]:
     return [guard.guard_type in ("SHAPE_ENV", "GLOBAL_STATE") for guard in guards]
 
 
-# Inductor computes an elementwise value that is used twice anew, where it would by default write it to memory in
-# float32; and indices, which are made here, are not checked for every element.
+# Inductor computes an elementwise value that is used twice, or takes many operations, anew, where it would by default
+# write it to memory in float32 (a product's gradient is laid over the product then); and indices, which are made here,
+# are not checked for every element.
 OPTIONS: dict[str, Any] = {
     "guard_filter_fn": _guards,
     "realize_reads_threshold": 16,
+    "realize_opcount_threshold": 200,
     "assert_indirect_indexing": False,
 }
 
@@ -89,6 +91,13 @@ def mark_dynamic(x: Tensor, *dims: int) -> Tensor:
     for dim in dims:
         torch._dynamo.maybe_mark_dynamic(x, dim)
     return x
+
+
+def in_memory(x: Tensor) -> Tensor:
+    """x, within a compiled function, computed once, where Inductor would compute it anew wherever it is read: a view by
+    strides makes it write x to memory."""
+    x = x.contiguous()
+    return x.as_strided(x.shape, x.stride())
 
 
 def kind(device: torch.device) -> str:

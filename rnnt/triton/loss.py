@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rnnt.problem import Alignment, JointProblem
+from rnnt.scale import scale_of
 from rnnt.triton.config import ceil_to, configs
 from rnnt.triton.joint import joint_bwd, joint_fwd
 from rnnt.triton.lattice import losses_and_occupancies
@@ -371,6 +372,9 @@ def _joint_log_probs_backward(ctx: Any, d_blank: Tensor | None, d_label: Tensor 
     d_label = encoder.new_zeros((*shape[:2], shape[2] - 1), dtype=torch.float32) if d_label is None else d_label
     weight_blank, weight_label = pack(-d_blank, -d_label, alignment)
     upstream = encoder.new_ones(shape[0], dtype=torch.float32)
+    if ctx.numbers[-1] == torch.float16:
+        scale = scale_of(weight_blank, weight_label)
+        upstream, weight_blank, weight_label = upstream * scale, weight_blank / scale, weight_label / scale
     weights = weight_blank, weight_label
     return *_joint_backward(ctx, tensors, *weights, lse, offsets, logits, upstream, 0.0, 0.0, 0.0), *(None,) * 11
 
