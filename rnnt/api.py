@@ -333,7 +333,7 @@ def _align(
     rows = utterances * frames * columns
     check = None
     on_host = encoder_lengths.device.type == "cpu" and target_lengths.device.type == "cpu"
-    if not validate and on_host and not torch.compiler.is_compiling():
+    if not validate and (on_host or device.type == "cpu") and not torch.compiler.is_compiling():
         rows = int((encoder_lengths.long() * (target_lengths.long() + 1)).sum())
     if validate and not torch.compiler.is_compiling():
         check = Check(targets, encoder_lengths, target_lengths, frames, classes, blank, lengths_name)

@@ -9,7 +9,7 @@ import torch
 
 from rnnt.compiled import lattice, loss
 from rnnt.compiled.joint import GatherSums, IndexSums, joint, utterance_spans
-from rnnt.compiled.tiles import TileRows, all_nodes, blocks, live_nodes
+from rnnt.compiled.tiles import LiveNodes, TileRows, all_nodes, blocks, live_nodes
 from rnnt.problem import Alignment, JointProblem
 from tests.support import assert_budget, joint_budget, named_dtypes, ragged, ragged_lengths, results, upstream_of
 
@@ -23,7 +23,7 @@ def alignment_of(B: int, T: int, U: int, *, host_sync: bool = True) -> Alignment
     return Alignment(torch.ones(B, U, dtype=torch.int64), frames, labels, 0, T, rows, host_sync)
 
 
-def some_live(alignment: Alignment, share: float) -> torch.Tensor:
+def some_live(alignment: Alignment, share: float) -> LiveNodes:
     """Nodes as the backward pass takes them: about `share` of those inside the lengths, or all without a sync."""
     inside = torch.zeros(alignment.utterances, alignment.frames, alignment.columns)
     kept = torch.rand(alignment.rows, generator=torch.Generator().manual_seed(1)) < share
@@ -58,14 +58,14 @@ def test_scores_by_chunks_are_those_in_turn(monkeypatch, sizes, block, chunk, im
 @pytest.mark.parametrize("host_sync", [True, False], ids=["sync", "no-sync"])
 def test_gathered_sums_are_those_of_index_add(dtype, needed, sizes, host_sync):
     alignment = alignment_of(*sizes, host_sync=host_sync)
-    node = some_live(alignment, 0.5)
+    live = some_live(alignment, 0.5)
     generator = torch.Generator().manual_seed(2)
     constants = [torch.ones(sizes[0] * length, FEATURES, dtype=dtype) for length in (sizes[1], sizes[2] + 1)]
     for tile in (7, 64):
-        ways = [way(node, alignment, tile, FEATURES, list(needed), dtype) for way in (IndexSums, GatherSums)]
+        ways = [way(live, alignment, tile, FEATURES, list(needed), dtype) for way in (IndexSums, GatherSums)]
         with torch.no_grad():
             number = 0
-            for block in blocks(alignment, node, tile):
+            for block in blocks(alignment, live.node, tile):
                 for integers, valid in zip(block.integers, block.valid, strict=True):
                     d_pre = torch.randn(tile, FEATURES, generator=generator, dtype=torch.float64)
                     d_pre = (d_pre * valid[:, None]).to(dtype)
@@ -82,10 +82,10 @@ def test_gathered_sums_are_those_of_index_add(dtype, needed, sizes, host_sync):
 def test_a_tile_reaches_the_utterances_of_its_rows():
     """Sums look at no others, or each tile would cost as much as the whole lattice; two at least."""
     alignment = alignment_of(5, 6, 3)
-    node = all_nodes(alignment)
-    utterance = node // (6 * 4)
-    spans = utterance_spans(node, 10, alignment)
-    assert len(spans) == -(-len(node) // 10)
+    live = some_live(alignment, 0.7)
+    utterance = live.node // (6 * 4)
+    spans = utterance_spans(live.counts, 10)
+    assert len(spans) == -(-len(utterance) // 10) > 1
     for (first, count), rows in zip(spans, utterance.split(10), strict=True):
         assert first <= rows[0]
         assert rows[-1] < first + count <= 5

@@ -17,23 +17,27 @@ GPU, where it adds atomically: every frame and every state gathers, still in the
 Graves et al. 2013, arXiv:1303.5778.  Before: layout.py.  After: log_probs.py.
 """
 
+import bisect
+import itertools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rnnt.compiled.tiles import TileRows, in_memory, mark_dynamic, nodes
+from rnnt.compiled.tiles import LiveNodes, TileRows, in_memory, mark_dynamic
 from rnnt.dropout import keep_under_keys
 from rnnt.problem import Alignment
 
 
 class Anchors(NamedTuple):
-    """Where a tile's gradient is asked for: zeros of no memory, and for those of GatherSums the places of nodes."""
+    """Where a tile's gradient is asked for: zeros of no memory, and for those of GatherSums the places of nodes in the
+    tile, outside [0, rows) where a node is not in it."""
 
     rows: Tensor | None = None  # [rows, H] in the compute dtype
     frames: Tensor | None = None  # [b, T, H] float32 or float64, of the b utterances that have rows in the tile
     states: Tensor | None = None  # [b, U1, H]
-    place: Tensor | None = None  # [b, T, U1] of each node in the tile; outside [0, rows) where it is not in it
+    frame_places: Tensor | None = None  # [b, U1, T] int32
+    state_places: Tensor | None = None  # [b, T, U1] int32
 
     def leaves(self) -> list[Tensor]:
         return [x for x in self[:3] if x is not None]
@@ -48,8 +52,8 @@ def joint(
     pre = encoder[rows.frame].to(wide) + predictor[rows.state].to(wide)
     if anchors.rows is not None:
         pre = pre + anchors.rows
-    if anchors.place is not None:
-        pre = Gathered.apply(pre, anchors.frames, anchors.states, anchors.place, dtype)
+    if anchors.frames is not None or anchors.states is not None:
+        pre = Gathered.apply(pre, *anchors[1:], dtype)
     hidden = getattr(torch, activation)(pre)
     if dropout_p > 0:
         assert rows.key_1 is not None
@@ -69,15 +73,15 @@ class IndexSums:
     """Sums for d_encoder [B, T, H] and d_predictor [B, U1, H] on the CPU; one that is not needed has no features."""
 
     def __init__(
-        self, node: Tensor, alignment: Alignment, tile: int, features: int, needed: list[bool], dtype: torch.dtype
+        self, live: LiveNodes, alignment: Alignment, tile: int, features: int, needed: list[bool], dtype: torch.dtype
     ) -> None:
-        """node: of all rows of the pass, ascending; tile: rows of one; dtype: of d_pre."""
+        """live: the rows of the pass; tile: rows of one; dtype: of d_pre."""
         lengths = alignment.frames, alignment.columns
         self.sums = [
-            node.new_zeros((alignment.utterances, length, features if need else 0), dtype=_wide(dtype))
+            live.node.new_zeros((alignment.utterances, length, features if need else 0), dtype=_wide(dtype))
             for length, need in zip(lengths, needed, strict=True)
         ]
-        zeros = torch.zeros((), dtype=dtype, device=node.device).expand(tile, features)
+        zeros = torch.zeros((), dtype=dtype, device=live.node.device).expand(tile, features)
         self.anchors = Anchors(rows=zeros.requires_grad_()) if any(needed) else Anchors()
 
     def anchors_of(self, number: int) -> Anchors:
@@ -99,34 +103,37 @@ class IndexSums:
 class GatherSums:
     """The same on a GPU: sums over nodes in place of rows.
 
-    position[b, t, u] is a node's place among all rows of the pass, -1 where it has none, so that a frame gathers over
-    u, and a state over t, what of its nodes lies in the tile: in all utterances from that of the tile's first row to
-    that of its last.  No dimension of position is shorter than 2, see mark_dynamic.
+    Every node's place in the tile, or that it is not in it, is known, so that a frame gathers over u, and a state over
+    t, what of its nodes lies in the tile: in all utterances from that of the tile's first row to that of its last.  The
+    nodes that are summed lie a whole row of places apart: where they were neighbours, Inductor's kernel took four times
+    as long.  No dimension of places is shorter than 2, see mark_dynamic.
     """
 
     def __init__(
-        self, node: Tensor, alignment: Alignment, tile: int, features: int, needed: list[bool], dtype: torch.dtype
+        self, live: LiveNodes, alignment: Alignment, tile: int, features: int, needed: list[bool], dtype: torch.dtype
     ) -> None:
         self.alignment, self.tile = alignment, tile
-        self.position = positions(node, alignment)
-        utterances, *lengths = self.position.shape
+        place = filled_up(live.place)
+        utterances, *lengths = place.shape
         self.sums = [
-            node.new_zeros((utterances, length, features if need else 0), dtype=_wide(dtype))
+            place.new_zeros((utterances, length, features if need else 0), dtype=_wide(dtype))
             for length, need in zip(lengths, needed, strict=True)
         ]
+        self.places = [x if need else None for x, need in zip((place.mT.contiguous(), place), needed, strict=True)]
         self.zero = self.sums[0].new_zeros(())
-        self.spans = utterance_spans(node, tile, alignment)
+        self.spans = utterance_spans(live.counts, tile)
 
     def anchors_of(self, number: int) -> Anchors:
         start, count = self.spans[number]
-        frames, states = (
-            mark_dynamic(self.zero.expand(count, *x.shape[1:]).requires_grad_(), 0, 1) if x.shape[2] > 0 else None
-            for x in self.sums
+        leaves = (
+            None if x is None else mark_dynamic(self.zero.expand(count, *total.shape[1:]).requires_grad_(), 0, 1)
+            for x, total in zip(self.places, self.sums, strict=True)
         )
-        if frames is None and states is None:
-            return Anchors()
-        place = mark_dynamic(self.position.narrow(0, start, count) - number * self.tile, 0, 1, 2)
-        return Anchors(None, frames, states, place)
+        places = (
+            None if x is None else mark_dynamic(x.narrow(0, start, count) - number * self.tile, 0, 1, 2)
+            for x in self.places
+        )
+        return Anchors(None, *leaves, *places)
 
     def add(self, number: int, integers: Tensor, gradients: list[Tensor]) -> None:
         for total, part in zip([x for x in self.sums if x.shape[2] > 0], gradients, strict=True):
@@ -142,49 +149,43 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, pre: Tensor, frames: Tensor | None, states: Tensor | None, place: Tensor, dtype: torch.dtype
-    ) -> Tensor:
-        ctx.save_for_backward(place)
+        ctx: Any, pre: Tensor, frames: Tensor | None, states: Tensor | None,
+        frame_places: Tensor | None, state_places: Tensor | None, dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(frame_places, state_places)
         ctx.dtype = dtype
         return pre.view_as(pre)
 
     @staticmethod
     def backward(ctx: Any, d_pre: Tensor) -> tuple[Tensor | None, ...]:
-        (place,) = ctx.saved_tensors
-        wide, rows = d_pre.dtype, len(d_pre)
-        d_pre = in_memory(d_pre.to(ctx.dtype))
-        inside = (place >= 0) & (place < rows)
-        d_pre = torch.where(inside[..., None], d_pre[place.clamp(0, rows - 1)], 0)  # [b, T, U1, H], never in memory
+        padded = torch.nn.functional.pad(in_memory(d_pre.to(ctx.dtype)), (0, 0, 0, 1))  # a row of zeros, not in memory
         frames, states = (
-            d_pre.to(wide).sum(dim) if need else None
-            for dim, need in zip((2, 1), ctx.needs_input_grad[1:3], strict=True)
+            None if places is None else padded[_within(places, len(d_pre))].to(d_pre.dtype).sum(1)
+            for places in ctx.saved_tensors
         )
-        return None, frames, states, None, None
+        return None, frames, states, None, None, None
 
 
-def positions(node: Tensor, alignment: Alignment) -> Tensor:
-    """[B, T, U1] int32: each node's place in `node`, -1: none; filled up to 2 in each dimension."""
-    sizes = alignment.utterances, alignment.frames, alignment.columns
-    place = torch.arange(len(node), dtype=torch.int32, device=node.device)
-    position = place.new_full((nodes(alignment),), -1).scatter_(0, node, place).view(sizes)
-    missing = [more for size in reversed(sizes) for more in (0, max(2 - size, 0))]
-    return torch.nn.functional.pad(position, missing, value=-1) if any(missing) else position
+def _within(places: Tensor, rows: int) -> Tensor:
+    """Those in [0, rows), and `rows` for the others."""
+    return torch.where((places >= 0) & (places < rows), places, rows)
 
 
-def utterance_spans(node: Tensor, tile: int, alignment: Alignment) -> list[tuple[int, int]]:
-    """First utterance of each tile and number of its utterances, at least 2; read from the device (a host sync) unless
-    all nodes are rows."""
-    if alignment.host_sync:
-        edges = torch.cat([node[::tile], node[tile - 1 :: tile], node[-1:]]).tolist()
-    else:
-        edges = [*range(0, len(node), tile), *range(tile - 1, len(node), tile), len(node) - 1]
-    found = [edge // (alignment.frames * alignment.columns) for edge in edges]
-    tiles = -(-len(node) // tile)
-    most = max(alignment.utterances - 2, 0)
-    return [
-        (min(first, most), max(last - min(first, most) + 1, 2))
-        for first, last in zip(found[:tiles], found[tiles:], strict=False)
-    ]
+def filled_up(place: Tensor) -> Tensor:
+    """[B, T, U1], with nodes that are not there up to 2 in each dimension."""
+    missing = [more for size in reversed(place.shape) for more in (0, max(2 - size, 0))]
+    return torch.nn.functional.pad(place, missing, value=-1) if any(missing) else place
+
+
+def utterance_spans(counts: list[int], tile: int) -> list[tuple[int, int]]:
+    """First utterance of each tile and number of its utterances, at least 2; counts: rows of each utterance."""
+    ends = list(itertools.accumulate(counts))
+    spans = []
+    for start in range(0, ends[-1], tile):
+        first, last = (bisect.bisect_right(ends, row) for row in (start, min(start + tile, ends[-1]) - 1))
+        first = min(first, max(len(counts) - 2, 0))
+        spans.append((first, max(last - first + 1, 2)))
+    return spans
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -54,10 +54,18 @@ class Sides(NamedTuple):
 
 
 class Planes(NamedTuple):
-    """What the compiled functions of the lattice are specialised on."""
+    """What `advance` is specialised on."""
 
     dtype: torch.dtype
     device: torch.device
+
+
+class Weights(NamedTuple):
+    """What `losses_and_occupancies` is specialised on."""
+
+    dtype: torch.dtype
+    device: torch.device
+    threshold: float
 
 
 def losses_and_weights(
@@ -75,15 +83,13 @@ def losses_and_weights(
     sides = sides_of(alignment, frames, columns + missing)
     scan = scores_in_turn if blank.device.type == "cpu" else scores_by_chunks
     scores = mark_dynamic(scan(blank, label, sides), 0, 1, 2)
-    log_z, blank, label = compiled(occupancies, Planes(dtype, blank.device))(scores, flat(blank), flat(label), sides)
-    log_z = log_z[:utterances]
-    losses = torch.where(log_z == -torch.inf, torch.inf, -log_z).to(dtype)
+    call = compiled(losses_and_occupancies, Weights(dtype, blank.device, occupancy_threshold))
+    losses, blank, label = call(scores, flat(blank), flat(label), sides)
+    losses = losses[:utterances]
     if not with_gradient:
         return losses, losses.new_empty((0, 0, 0)), losses.new_empty((0, 0, 0))
-    blank, label = (x.view(utterances, frames, -1)[:, :, :columns] for x in (blank, label))
-    # NaN stays: a loss that is NaN has gradients that are.
-    left_out = (log_z == -torch.inf)[:, None, None] | (blank + label < occupancy_threshold)
-    return losses, torch.where(left_out, 0, blank), torch.where(left_out, 0, label * (1 + fastemit_lambda))
+    blank, label = (x.view(utterances, frames, -1)[:, :, :columns].contiguous() for x in (blank, label))
+    return losses, blank, label if fastemit_lambda == 0 else label * (1 + fastemit_lambda)
 
 
 def flat(plane: Tensor) -> Tensor:
@@ -198,10 +204,11 @@ def log_sum_exp(x: Tensor, dtype: torch.dtype) -> Tensor:
     return largest + (x - largest[..., None]).to(dtype).exp().double().sum(-1).log()
 
 
-def occupancies(
-    planes: Planes, scores: Tensor, blank: Tensor, label: Tensor, sides: Tensor
+def losses_and_occupancies(
+    weights: Weights, scores: Tensor, blank: Tensor, label: Tensor, sides: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log Z [2 B] float64, and of blank arcs and of label arcs [B T U1]; 0 outside the lengths.
+    """losses [2 B], of which the second half is the first but for rounding, and occupancies of blank arcs and of label
+    arcs [B T U1]; 0 outside the lengths and below the threshold.
 
     scores [>= D, 2 B, U1], blank and label [B T U1].
     """
@@ -224,6 +231,10 @@ def occupancies(
     column = (labels - u).clamp(min=0)
     after_blank = torch.where(t + 1 < frames, scores[diagonal, other, column], -torch.inf)
     after_label = torch.where(has_label, scores[diagonal, other, (column - 1).clamp(min=0)], -torch.inf)
-    by_blank = torch.exp((alpha + torch.where(is_last, 0, blank + after_blank)).to(planes.dtype))
-    by_label = torch.exp((alpha + label + after_label).to(planes.dtype))
-    return log_z, torch.where(inside, by_blank, 0), torch.where(inside & has_label, by_label, 0)
+    by_blank = torch.exp((alpha + torch.where(is_last, 0, blank + after_blank)).to(weights.dtype))
+    by_label = torch.exp((alpha + label + after_label).to(weights.dtype))
+    by_label = torch.where(has_label, by_label, 0)
+    # NaN stays: a loss that is NaN has gradients that are.
+    left_out = ~inside | (log_z[b] == -torch.inf) | (by_blank + by_label < weights.threshold)
+    losses = torch.where(log_z == -torch.inf, torch.inf, -log_z).to(weights.dtype)
+    return losses, torch.where(left_out, 0, by_blank), torch.where(left_out, 0, by_label)

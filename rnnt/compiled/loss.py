@@ -107,14 +107,14 @@ def _gradients(
     for leaf in layer:
         leaf.requires_grad_()
 
-    node = live_nodes(blank, label, alignment)  # waits for the device, which is still busy with the forward pass
+    live = live_nodes(blank, label, alignment)  # waits for the device, which is still busy with the forward pass
     blank, label, lse = blank.flatten(), label.flatten(), lse.flatten()
     sums = (IndexSums if device.type == "cpu" else GatherSums)(
-        node, alignment, size, features, needed[:2], problem.compute_dtype
+        live, alignment, size, features, needed[:2], problem.compute_dtype
     )
     products = mark_dynamic(kept, 0) if len(kept) > 0 else None
     number = itertools.count()
-    for block in blocks(alignment, node, size, problem.seed, numbered=products is not None):
+    for block in blocks(alignment, live.node, size, problem.seed, numbered=products is not None):
         floats = [torch.where(block.valid, x[block.node], 0) for x in (blank, label)]
         weights = torch.stack([*floats, lse[block.node]], 1)
         for integers, weight, d_zeros in zip(block.integers, weights, upstream[block.utterance], strict=True):
@@ -221,14 +221,16 @@ def _kept_rows(rows: int, weight: Tensor, dtype: torch.dtype) -> int:
     return -(-rows // size) * size
 
 
-# Operators.  Their arguments are a problem taken apart: floats, integers, then what is not a tensor.
+# Operators.  Their arguments are a problem taken apart: floats, integers, then what is not a tensor; rows 0: N is not
+# known, as lengths are not when torch.compile traces a model.
 
 
 def _arguments(problem: JointProblem) -> tuple[Any, ...]:
     alignment, tile_rows = problem.alignment, problem.tile_rows
     return (
         *_floats(problem), alignment.targets, alignment.encoder_lengths, alignment.target_lengths, problem.seed,
-        alignment.blank, alignment.rows, alignment.host_sync, problem.activation, problem.dropout_p, problem.clamp,
+        alignment.blank, 0 if torch.compiler.is_compiling() else alignment.rows, alignment.host_sync,
+        problem.activation, problem.dropout_p, problem.clamp,
         tile_rows if isinstance(tile_rows, int) else 0, tile_rows is None,
         problem.compute_dtype,
     )  # fmt: skip
@@ -242,8 +244,8 @@ def _problem(
     fastemit_lambda: float = 0.0, occupancy_threshold: float = 0.0,
 ) -> JointProblem:  # fmt: skip
     frames = encoder.shape[1]
-    if host_sync and rows == encoder.shape[0] * frames * predictor.shape[1]:  # the capacity: N may be less
-        rows = int((encoder_lengths * (target_lengths + 1)).sum())
+    if rows == 0:  # not known yet
+        rows = int((encoder_lengths * (target_lengths + 1)).sum()) if host_sync else _capacity(encoder, predictor)
     problem = JointProblem(
         encoder, predictor, linear_weight, linear_bias,
         Alignment(targets, encoder_lengths, target_lengths, blank, frames, rows, host_sync),
@@ -268,6 +270,7 @@ def joint_loss_operator(
         blank, rows, host_sync, activation, dropout_p, clamp, tile_rows, untiled, dtype,
     )  # fmt: skip
     with torch.no_grad():
+        rows = rows or _capacity(encoder, predictor)
         keep = _kept_rows(rows, linear_weight, dtype) if untiled and with_gradient else 0
         logp_blank, logp_label, lse, kept = _score(problem, keep)
         losses, blank_weight, label_weight = lattice.losses_and_weights(
@@ -290,6 +293,7 @@ def joint_log_probs_operator(
         blank, rows, host_sync, activation, dropout_p, clamp, tile_rows, untiled, dtype,
     )  # fmt: skip
     with torch.no_grad():
+        rows = rows or _capacity(encoder, predictor)
         keep = _kept_rows(rows, linear_weight, dtype) if untiled and with_gradient else 0
         logp_blank, logp_label, lse, kept = _score(problem, keep)
     return logp_blank, logp_label[:, :, :-1].contiguous(), lse if with_gradient else lse.new_empty((0, 0, 0)), kept
@@ -327,7 +331,8 @@ def _(encoder, predictor, *arguments):  # type: ignore[no-untyped-def]
     untiled, dtype, *_, with_gradient = arguments[13:]
     losses = encoder.new_empty(len(encoder), dtype=torch.promote_types(dtype, torch.float32))
     planes = [losses.new_empty(_nodes(encoder, predictor, with_gradient)) for _ in range(3)]
-    return losses, *planes, _kept(arguments[0], untiled and with_gradient, arguments[7], dtype)
+    rows = arguments[7] or _capacity(encoder, predictor)
+    return losses, *planes, _kept(arguments[0], untiled and with_gradient, rows, dtype)
 
 
 @joint_log_probs_operator.register_fake
@@ -336,13 +341,18 @@ def _(encoder, predictor, *arguments):  # type: ignore[no-untyped-def]
     blank = encoder.new_empty(_nodes(encoder, predictor), dtype=torch.promote_types(dtype, torch.float32))
     label = torch.empty_like(blank[:, :, :-1], memory_format=torch.contiguous_format)
     lse = blank.new_empty(_nodes(encoder, predictor, with_gradient))
-    return blank, label, lse, _kept(arguments[0], untiled and with_gradient, arguments[7], dtype)
+    rows = arguments[7] or _capacity(encoder, predictor)
+    return blank, label, lse, _kept(arguments[0], untiled and with_gradient, rows, dtype)
 
 
 @joint_backward_operator.register_fake
 def _(encoder, predictor, linear_weight, linear_bias, *arguments):  # type: ignore[no-untyped-def]
     inputs = encoder, predictor, linear_weight, linear_weight if linear_bias is None else linear_bias
     return tuple(x.new_empty(x.shape if need else 0) for x, need in zip(inputs, arguments[-1], strict=True))
+
+
+def _capacity(encoder: Tensor, predictor: Tensor) -> int:
+    return len(encoder) * encoder.shape[1] * predictor.shape[1]
 
 
 def _nodes(encoder: Tensor, predictor: Tensor, exist: bool = True) -> tuple[int, int, int]:

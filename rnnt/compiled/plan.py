@@ -10,16 +10,16 @@ these moments, with the output layer's copy (V H s + V w) where there are tiles:
     planes     8 N + 6 N w + 41 r                        planes beside the tiles' scores
     lattice    5 n w + 40 d                              on the CPU: arcs, and where they are found
                5 n w + 8 d + (40 + 2 w) c                on a GPU: scores, and a chunk's paths
-               9 n w + 8 d + n                           occupancies and weights
-    live rows  3 n w + 3 n + 8 N                         the nodes with a weight
-    again      3 n w + 8 N + n + 65 r + S w              the same of live rows
-    gradients  3 n w + 8 N + (41 + 4 w) r + S w + tile
-    finish     3 n w + 8 N + (41 + 4 w) r + S w + S s    results beside sums; 16 bits: + the largest sum once more
+               7 n w + 8 d                               occupancies; FastEmit: n w more
+    live rows  3 n w + 9 n + 8 N                         the nodes with a weight
+    again      3 n w + 4 n + 8 N + 65 r + S w            the same of live rows
+    gradients  3 n w + 4 n + 8 N + (41 + 4 w) r + S w + tile
+    finish     3 n w + 4 n + 8 N + (41 + 4 w) r + S w + S s    results beside sums; 16 bits: + the largest sum again
 
 untiled with the products N V s, N in whole tiles.  A tile's gradients take V H s and, whichever is more,
 
     its matrix products    on a GPU R (2 H + V) s, at 16 bits R (H + V) s, on the CPU R (H (w + s) + V s)
-    its sums               R H (w + s) on the CPU, R H s + b (T + U1) H w on a GPU, where 4 n more tell nodes' places
+    its sums               R H (w + s) on the CPU, R H s + b (T + U1) H w on a GPU, where 4 n more tell places the other way
 
 and 400 KB that oneDNN takes for a 16-bit product on the CPU.
 Before: rnnt/plan.py.  Beside: loss.py, tiles.py, whose sizes these are.
@@ -67,11 +67,12 @@ def plan(problem: JointProblem) -> tuple[int | None, dict[str, int]]:
         {"planes": 3 * rows * wide, "rows": every + ROW * block(tile), "tile workspace": scored, **layer},
         {"planes": 3 * rows * wide + planes, "rows": every + ROW * block(tile), **layer},
         {"planes": 5 * n * wide, "lattice": _lattice(problem, wide)},
-        {"planes": 9 * n * wide + n, "lattice": SCORE * _scores(problem)},
-        {"planes": planes, "rows": every + 3 * n},
+        {"planes": (7 + (problem.fastemit_lambda != 0)) * n * wide, "lattice": SCORE * _scores(problem)},
+        {"planes": planes, "rows": every + (1 + 2 * PLACE) * n},
     ]
 
     tile = _size(weight, dtype, tile_rows, backward=True)
+    every += PLACE * n
     gradients = [x.numel() for x in (problem.encoder, problem.predictor, weight, problem.linear_bias) if x is not None]
     states, layer_gradient = tile * features, classes * features * narrow
     if problem.device.type == "cpu":
@@ -86,7 +87,7 @@ def plan(problem: JointProblem) -> tuple[int | None, dict[str, int]]:
     running = {"planes": planes, "rows": every + (ROW + 4 * wide) * block(tile), **layer}
     running["sums of gradients"] = sum(gradients) * wide
     moments += [
-        running | {"rows": every + n + ROW_LOOKED_UP * block(tile)},
+        running | {"rows": every + ROW_LOOKED_UP * block(tile)},
         running | {"tile workspace": workspace},
         running | {"tile workspace": layer_gradient, "gradients": results},
     ]

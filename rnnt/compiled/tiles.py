@@ -50,6 +50,14 @@ class Block(NamedTuple):
     valid: Tensor  # [tiles, rows] bool; the others are of node 0
 
 
+class LiveNodes(NamedTuple):
+    """The nodes that take part in the backward pass, ascending."""
+
+    node: Tensor  # [rows] int64, index into a flat plane [B T U1]
+    place: Tensor  # [B, T, U1] int32: of each node in `node`; -1: it is not in there
+    counts: list[int]  # [B], of each utterance
+
+
 @functools.cache
 def compiled(function: Callable[..., Any], constants: tuple[Any, ...]) -> Callable[..., Any]:
     """function(constants, ...) as one graph of torch.compile, which never falls back to eager execution.
@@ -159,11 +167,17 @@ def all_nodes(alignment: Alignment) -> Tensor:
     return torch.empty_like(node[: alignment.rows + 1]).scatter_(0, row, node)[:-1]
 
 
-def live_nodes(blank: Tensor, label: Tensor, alignment: Alignment) -> Tensor:
+def live_nodes(blank: Tensor, label: Tensor, alignment: Alignment) -> LiveNodes:
     """The nodes that have a weight [B, T, U1] other than 0 (NaN is one); where the host may not wait all [B T U1]."""
+    sizes = alignment.utterances, alignment.frames, alignment.columns
     if not alignment.host_sync:
-        return torch.arange(nodes(alignment), device=blank.device)
-    return ((blank != 0) | (label != 0)).flatten().nonzero()[:, 0]
+        node = torch.arange(nodes(alignment), device=blank.device)
+        return LiveNodes(node, node.int().view(sizes), [sizes[1] * sizes[2]] * sizes[0])
+    live = ((blank != 0) | (label != 0)).flatten(1)
+    place = live.flatten().cumsum(0, dtype=torch.int32).view(sizes) - 1
+    place = torch.where(live.view(sizes), place, -1)
+    counts = live.sum(1).tolist()  # waits for the device
+    return LiveNodes(torch.nonzero_static(live.flatten(), size=sum(counts))[:, 0], place, counts)
 
 
 def nodes(alignment: Alignment) -> int:
