@@ -18,7 +18,7 @@ these moments, with the output layer's copy (V H s + V w) where there are tiles:
 
 untiled with the products N V s, N in whole tiles.  A tile's gradients take V H s and, whichever is more,
 
-    its matrix products    on a GPU R (2 H + V) s, at 16 bits R (H + V) s, on the CPU R (H (w + s) + V s)
+    its matrix products    on a GPU R (2 H + V) s, tiled at 16 bits R (H + V) s, on the CPU R (H (w + s) + V s)
     its sums               R H (w + s) on the CPU, R H s + b (T + U1) H w on a GPU, where 4 n more tell places the other way
 
 and 400 KB that oneDNN takes for a 16-bit product on the CPU.
@@ -78,7 +78,7 @@ def plan(problem: JointProblem) -> tuple[int | None, dict[str, int]]:
     if problem.device.type == "cpu":
         saved, added = states * wide + (ONEDNN if narrow < wide else 0), states * wide
     else:
-        saved = 0 if narrow < wide else states * wide
+        saved = 0 if narrow < wide and not untiled else states * narrow
         utterances = min(tile // (alignment.frames * alignment.columns) + 2, alignment.utterances)
         added = utterances * (alignment.frames + alignment.columns) * features * wide
         every += PLACE * n
