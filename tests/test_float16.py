@@ -55,3 +55,43 @@ def test_weights_of_any_size(place, scale):
     batch, upstream = batch_at(place, scale), torch.tensor([1.0, 0.5])
     found = results(batch, upstream, blank=0, backend=place.backend)
     assert_budget(found, joint_budget(batch, upstream, blank=0))
+
+
+@pytest.mark.parametrize("fastemit_lambda", [1.0, 30.0, 1000.0])
+def test_fastemit_of_any_size(place, fastemit_lambda):
+    batch, upstream = batch_at(place), torch.tensor([1.0, 0.5])
+    options = {"blank": 0, "fastemit_lambda": fastemit_lambda}
+    found = results(batch, upstream, backend=place.backend, **options)
+    assert_budget(found, joint_budget(batch, upstream, **options))
+
+
+@pytest.mark.parametrize("tile_rows", [64, None])
+def test_sum_over_a_tile_beyond_the_range(place, tile_rows):
+    """60 frames of 3000 are 180000; it is the mean that has to fit."""
+    T, U, V, H = 60, 0, 5, 8
+    batch = Joint(
+        torch.full((1, T, H), 3000.0), torch.zeros(1, 1, H), torch.zeros(V, H), torch.zeros(V),
+        torch.zeros(1, U, dtype=torch.int64), torch.tensor([T]), torch.tensor([U]),
+    ).cast(torch.float16, place.device)  # fmt: skip
+    upstream, options = torch.tensor([1 / T]), {"blank": 0, "activation": "relu"}
+    found = results(batch, upstream, backend=place.backend, tile_rows=tile_rows, **options)
+    assert_budget(found, joint_budget(batch, upstream, **options))
+
+
+@pytest.mark.parametrize("tile_rows", [7, "auto"])
+def test_gradient_of_an_improbable_class(place, tile_rows):
+    """One of probability 1e-7 or so has a gradient of that size, which a loss scale brings into float16's range."""
+    batch = batch_at(place)
+    rare = 6
+    batch.linear_bias[rare] = -16
+    assert not (batch.targets == rare).any()
+    upstream, options = torch.full((2,), 65536.0), {"blank": 0, "occupancy_threshold": 0.0}
+
+    def own(backend: str, batch: Joint, **tiling: object) -> dict[str, torch.Tensor]:
+        # float32 parameters under autocast: results beyond float16's range are no matter
+        with torch.autocast(batch.encoder.device.type, torch.float16, enabled=batch.encoder.dtype != torch.float64):
+            wide = batch if batch.encoder.dtype == torch.float64 else batch.cast(torch.float32)
+            found = results(wide, upstream, backend=backend, **options, **tiling)
+        return {name: found[f"d_linear_{name}"][rare] for name in ("weight", "bias")}
+
+    assert_budget(own(place.backend, batch, tile_rows=tile_rows), budget_of(batch, lambda x: own("reference", x)))

@@ -40,10 +40,6 @@ from rnnt.compiled.tiles import TileRows, in_memory
 # parts of a row reduced on their own.
 LONGEST_REDUCTION, PART = 1024, 64
 
-# float16 has little range, so it is used to the top: d_logits, at most 2 for the largest upstream gradient, is scaled
-# up by 2^12 where the weights let d_pre have that too; d_weight, a sum over a tile's rows, comes out scaled down again.
-FLOAT16_SHIFT = 12
-
 
 class Tile(NamedTuple):
     """All that the compiled functions of the joint are specialised on; the rest are their arguments."""
@@ -78,6 +74,9 @@ class JointInputs(NamedTuple):
     predictor: Tensor  # [B U1, H], constant
     weight: Tensor  # [V, H] in the compute dtype
     bias: Tensor  # [V], float32 or float64
+    wide_weight: Tensor | None = (
+        None  # [V, H] float32, zeros of no memory: where float16 asks for the weight's gradient
+    )
 
 
 def score(tile: Tile, inputs: JointInputs, integers: Tensor) -> tuple[Tensor, ...]:
@@ -128,8 +127,9 @@ def dense_gradient(
 def output_layer(tile: Tile, inputs: JointInputs, anchors: Anchors, rows: TileRows) -> Tensor:
     """product [rows, V] in the compute dtype."""
     hidden = joint(inputs.encoder, inputs.predictor, anchors, rows, tile.activation, tile.dropout_p, tile.compute_dtype)
-    product = Float16Product.apply if tile.compute_dtype == torch.float16 else torch.nn.functional.linear
-    return product(hidden, inputs.weight)
+    if inputs.wide_weight is not None:
+        return WideProduct.apply(hidden, inputs.weight, inputs.wide_weight)
+    return torch.nn.functional.linear(hidden, inputs.weight)
 
 
 def pick(scores: Tensor, label: Tensor, blank: int, lse: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -170,22 +170,24 @@ def log_sum_exp(scores: Tensor) -> Tensor:
     return torch.where(lse == torch.inf, torch.nan, lse)
 
 
-class Float16Product(torch.autograd.Function):
-    """product [rows, V] of hidden [rows, H] and weight [V, H]; d_weight comes out 2^-FLOAT16_SHIFT of what it is."""
+class WideProduct(torch.autograd.Function):
+    """product [rows, V] of hidden [rows, H] and weight [V, H], a constant: its gradient goes to wide_weight in float32,
+    as a sum over the rows of a tile may be beyond float16's range, or below it."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, wide_weight: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         return torch.nn.functional.linear(hidden, weight)
 
     @staticmethod
-    def backward(ctx: Any, d_product: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, d_product: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
         d_hidden = d_product @ weight if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return d_hidden, None
-        zero = weight.new_zeros(1)
-        return d_hidden, torch.addmm(zero, d_product.T, hidden, beta=0, alpha=2.0**-FLOAT16_SHIFT)
+        if hidden.is_cuda:  # not torch.mm: torch.compile knows its out_dtype only since torch 2.9
+            d_weight = torch.bmm(d_product.T[None], hidden[None], out_dtype=torch.float32)[0]
+        else:
+            d_weight = d_product.T.float() @ hidden.float()
+        return d_hidden, None, d_weight
 
 
 class Surrogate(torch.autograd.Function):

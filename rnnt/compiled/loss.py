@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rnnt.compiled import lattice, log_probs
 from rnnt.compiled.joint import Anchors, GatherSums, IndexSums, matrix
-from rnnt.compiled.log_probs import FLOAT16_SHIFT, JointInputs, Tile
+from rnnt.compiled.log_probs import JointInputs, Tile
 from rnnt.compiled.tiles import (
     LARGEST_TILE,
     all_nodes,
@@ -44,6 +44,7 @@ from rnnt.problem import Alignment, JointProblem
 from rnnt.scale import scale_of
 
 ALIGNMENT = 16, 64  # classes of less than 512, and of more: whole blocks of a matrix product
+FLOAT16_SHIFT = 12
 LONGEST_SUM = 2**13  # rows of a float32 product over rows: longer ones, in one chain of additions, lose digits
 
 
@@ -98,11 +99,14 @@ def _gradients(
     alignment, wide, device = problem.alignment, blank.dtype, problem.device
     features = problem.encoder.shape[2]
     size = _size(problem.linear_weight, problem.compute_dtype, problem.tile_rows, backward=True)
-    unit = _unit(problem, upstream, wide)
+    unit = _unit(problem, upstream, blank, label)
     upstream = upstream / unit
 
     inputs = _constants(problem)
-    layer = [x for x, need in ((inputs.weight, needed[2]), (inputs.bias, needed[3])) if need]
+    if problem.compute_dtype == torch.float16 and needed[2]:
+        inputs = inputs._replace(wide_weight=inputs.bias.new_zeros(()).expand_as(inputs.weight))
+    weight = inputs.weight if inputs.wide_weight is None else inputs.wide_weight
+    layer = [x for x, need in ((weight, needed[2]), (inputs.bias, needed[3])) if need]
     layer_sums = [torch.zeros_like(x, dtype=wide) for x in layer]
     for leaf in layer:
         leaf.requires_grad_()
@@ -129,20 +133,22 @@ def _gradients(
             sums.add(tile, integers, gradients)
             del gradients
     found = iter([x for x, need in zip(sums.results(), needed, strict=False) if need] + layer_sums)
-    weight_unit = unit * 2.0**FLOAT16_SHIFT if problem.compute_dtype == torch.float16 else unit
     return [
-        (next(found)[: len(x)] * scale).to(x.dtype) if need else x.new_empty(0)
-        for (x, need), scale in zip(_needed(problem, needed), (unit, unit, weight_unit, unit), strict=True)
+        (next(found)[: len(x)] * unit).to(x.dtype) if need else x.new_empty(0) for x, need in _needed(problem, needed)
     ]
 
 
-def _unit(problem: JointProblem, upstream: Tensor, wide: torch.dtype) -> Tensor:
+def _unit(problem: JointProblem, upstream: Tensor, blank: Tensor, label: Tensor) -> Tensor:
     """Power of two, by which the upstream gradients [B] are divided on their way: gradients travel in the compute dtype
-    at the scale of one utterance, whatever scale the caller gives the loss; in float16 above it, see FLOAT16_SHIFT."""
-    unit = scale_of(upstream).to(wide)
+    at the scale of one utterance, whatever scale the caller gives the loss.
+
+    float16 has little range, so it is used to the top: d_logits, at most the largest of the weights blank and label, is
+    scaled up to 2^12, unless the gradient of hidden states would come above 2^14 then.
+    """
+    unit = scale_of(upstream).to(blank.dtype)
     if problem.compute_dtype == torch.float16:
-        largest_weight = scale_of(problem.linear_weight).to(wide) / (1 - problem.dropout_p)
-        unit = unit / torch.clamp(2.0**13 / scale_of(largest_weight), max=2.0**FLOAT16_SHIFT)  # d_pre up to 2^14
+        largest = scale_of(problem.linear_weight).to(unit.dtype) / (1 - problem.dropout_p)
+        unit = unit * scale_of(blank, label) / torch.clamp(2.0**13 / scale_of(largest), max=2.0**FLOAT16_SHIFT)
     return unit
 
 
@@ -411,9 +417,6 @@ def _joint_log_probs_backward(ctx: Any, d_blank: Tensor | None, d_label: Tensor 
     if d_label is not None:
         label_weight = torch.nn.functional.pad(torch.where(has_label, -d_label, zero), (0, 1))
     upstream = zero.new_ones(ctx.shape[0])
-    if ctx.numbers[-1] == torch.float16:
-        scale = scale_of(blank_weight, label_weight)
-        upstream, blank_weight, label_weight = upstream * scale, blank_weight / scale, label_weight / scale
     return *_joint_backward(ctx, tensors, blank_weight, label_weight, lse, kept, upstream), *(None,) * 14
 
 

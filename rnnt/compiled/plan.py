@@ -19,9 +19,9 @@ these moments, with the output layer's copy (V H s + V w) where there are tiles:
 untiled with the products N V s, N in whole tiles.  A tile's gradients take V H s and, whichever is more,
 
     its matrix products    on a GPU R (2 H + V) s, tiled at 16 bits R (H + V) s, on the CPU R (H (w + s) + V s)
-    its sums               R H (w + s) on the CPU, R H s + b (T + U1) H w on a GPU, where 4 n more tell places the other way
+    its sums               R H (w + s) on the CPU, R H s + b (T + U1) H w on a GPU, where 4 n more tell frames' places
 
-and 400 KB that oneDNN takes for a 16-bit product on the CPU.
+and 400 KB that oneDNN takes for a 16-bit product on the CPU.  In float16 V H w, and on the CPU R (H + V) w more.
 Before: rnnt/plan.py.  Beside: loss.py, tiles.py, whose sizes these are.
 """
 
@@ -74,9 +74,11 @@ def plan(problem: JointProblem) -> tuple[int | None, dict[str, int]]:
     tile = _size(weight, dtype, tile_rows, backward=True)
     every += PLACE * n
     gradients = [x.numel() for x in (problem.encoder, problem.predictor, weight, problem.linear_bias) if x is not None]
-    states, layer_gradient = tile * features, classes * features * narrow
+    half = problem.compute_dtype == torch.float16
+    states, layer_gradient = tile * features, classes * features * (wide if half else narrow)
     if problem.device.type == "cpu":
         saved, added = states * wide + (ONEDNN if narrow < wide else 0), states * wide
+        saved += tile * (features + classes) * wide if half else 0
     else:
         saved = 0 if narrow < wide and not untiled else states * narrow
         utterances = min(tile // (alignment.frames * alignment.columns) + 2, alignment.utterances)

@@ -226,7 +226,7 @@ def _backward(
 
     row, slot, count = live_rows(weight_blank, weight_label, occupancy_threshold)
     live_count = LiveCount(count)
-    scales = gradient_scales(upstream, x.weight, dropout_p)
+    scales = gradient_scales(upstream, x.weight, dropout_p, 1 + fastemit_lambda)
 
     hidden = torch.empty((tile, x.padded_features), dtype=dtype, device=device)
     d_logits = torch.empty((tile, x.padded_classes), dtype=dtype, device=device)

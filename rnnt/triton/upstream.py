@@ -5,11 +5,12 @@
     d_pre     the same times `state_scale`
 
 Gradients travel in the compute dtype at these scales, whatever scale the caller gives the loss, and float32 sums are
-multiplied back; powers of two are exact.  float16 has little range, so it is used to the top: d_logits, at most 2 for
-upstream 1, is scaled up by 2^12, and d_pre, at most 2 max |weight| / (1 - dropout_p) times that, to at most 2^14.
-For the other dtypes state_scale is 1.  Before: live_rows.py.  After: joint.py, backwards.
+multiplied back; powers of two are exact.  float16 has little range, so it is used to the top: d_logits, at most
+1 + fastemit_lambda for upstream 1, is scaled up to 2^12 or 2^13, and d_pre, at most 2 max |weight| / (1 - dropout_p)
+times that, to at most 2^15.  For the other dtypes state_scale is 1.  Before: live_rows.py.  After: joint.py, backwards.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ def upstream_kernel(
     if FLOAT16:
         exponent -= SHIFT
         largest_weight = tl.load(largest_weight_ptr).to(tl.float32) / (1 - dropout_p)
-        state_exponent = 13 - SHIFT - exponent_of(largest_weight)
+        state_exponent = 1 - exponent_of(largest_weight)
         state_scale = power(state_exponent)
         tl.store(state_scale_ptr, state_scale)
         tl.store(state_unit_ptr, power(exponent) / state_scale)
@@ -65,8 +66,8 @@ def upstream_kernel(
     tl.store(unit_ptr, power(exponent))
 
 
-def gradient_scales(upstream: Tensor, weight: Tensor, dropout_p: float) -> Scales:
-    """upstream [B] float32, weight [V, H] in the compute dtype."""
+def gradient_scales(upstream: Tensor, weight: Tensor, dropout_p: float, label_factor: float) -> Scales:
+    """upstream [B] float32, weight [V, H] in the compute dtype; label_factor: 1 + fastemit_lambda."""
     scaled, unit = torch.empty_like(upstream), upstream.new_empty(1)
     float16 = weight.dtype == torch.float16
     largest_weight = weight.abs().amax() if float16 else None
@@ -74,6 +75,6 @@ def gradient_scales(upstream: Tensor, weight: Tensor, dropout_p: float) -> Scale
     launch(
         upstream_kernel, (1,),
         upstream, largest_weight, scaled, unit, state_scale, state_unit, upstream.shape[0], dropout_p,
-        FLOAT16=float16, SHIFT=FLOAT16_SHIFT, BLOCK=power_of_2(upstream.shape[0]),
+        FLOAT16=float16, SHIFT=FLOAT16_SHIFT - math.frexp(label_factor)[1] + 1, BLOCK=power_of_2(upstream.shape[0]),
     )  # fmt: skip
     return Scales(scaled, unit, state_scale, state_unit)
