@@ -331,9 +331,22 @@ def test_folder_reads_both_separators_and_subfolders(tmp_path):
         (lambda f: (f / "a.wav").write_bytes(b"OggS"), r"a: .*expected a PCM wav"),
         (lambda f: _append(f, "d: call 112"), "character '1' is outside the alphabet"),
         (lambda f: _append(f, "d: ..."), "the text is empty"),
+        (lambda f: _append(f, "a: hello again"), r"transcript\.txt line 4: a is in line 1 already"),
+        (lambda f: (f / "a.wav").write_bytes(tone_bytes(1.0, rate=1000)), r"a: .*at least 4000 Hz, got 1000 Hz"),
         (lambda f: _append(f, "no separator"), r"transcript\.txt line 4: expected 'name: text'"),
     ],
-    ids=["no-wav", "no-line", "short-audio", "long-text", "not-wav", "figure", "empty-text", "no-separator"],
+    ids=[
+        "no-wav",
+        "no-line",
+        "short-audio",
+        "long-text",
+        "not-wav",
+        "figure",
+        "empty-text",
+        "twice",
+        "low-rate",
+        "no-separator",
+    ],
 )
 def test_unusable_recordings_of_a_folder(tmp_path, change, message):
     write_folder(tmp_path, {"a": ": hello there", "b": ": good morning", "c": ": good evening"})
@@ -387,6 +400,7 @@ def test_bad_folders(tmp_path):
         ("Please  enter, then press...", "please enter then press"),
         ("Don\N{RIGHT SINGLE QUOTATION MARK}t \N{EN DASH} stop!", "don't stop"),
         ("E\u0301te\u0301", "été"),  # combining accents are composed
+        ("\u0928\u092e\u0938\u094d\u0924\u0947", "\u0928\u092e\u0938\u094d\u0924\u0947"),  # and others are kept
     ],
 )
 def test_normalise(text, expected):

@@ -200,7 +200,8 @@ def test_resume_with_other_data(finished, folder, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--data", "nowhere"], "no such file or folder"),
-        (["--resume", "nowhere.pt"], "No such file"),
+        (["--resume", "nowhere.pt"], "--resume nowhere.pt: expected a run's last.pt, got no file"),
+        (["--resume", "."], "--resume .: expected a run's last.pt, got a folder"),
         (["--resume", __file__], "expected a checkpoint"),
         (["--epochs", "0"], "--epochs: expected a number above 0, got 0.0"),
         (["--minutes", "-1"], "--minutes: expected a number above 0"),

@@ -18,7 +18,9 @@ def write(state: dict[str, Any], path: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A trainer's state, on the CPU.  Raises `ValueError` for another kind of file."""
+    """A trainer's state, on the CPU.  Raises `ValueError` where there is none, and for another kind of file."""
+    if not path.is_file():
+        raise ValueError(f"--resume {path}: expected a run's last.pt, got {'a folder' if path.is_dir() else 'no file'}")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:

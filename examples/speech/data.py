@@ -123,7 +123,7 @@ def normalise(text: str, letters: str | None = None) -> str:
     """
     cleaned = []
     for character in unicodedata.normalize("NFC", text).lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'"):
-        if character in letters if letters is not None else (character.isalpha() or character == "'"):
+        if character in letters if letters is not None else (_is_letter(character) or character == "'"):
             cleaned.append(character)
         elif character in _PUNCTUATION or character == "'" or character.isspace():
             cleaned.append(" ")
@@ -135,11 +135,16 @@ def normalise(text: str, letters: str | None = None) -> str:
     return result
 
 
+def _is_letter(character: str) -> bool:
+    """Letters and the marks that some scripts write beside them."""
+    return unicodedata.category(character)[0] in "LM"
+
+
 def find_sources(corpus: str | None, data: Sequence[Path]) -> tuple[str, list[Path]]:
     """The corpus's name and what to read it from: .deb files, a root that packages are unpacked below, or a folder."""
     if not data:
         if corpus == "folder":
-            raise ValueError("--corpus folder: expected --data with your folder of .wav files, got nothing")
+            raise ValueError("--data: expected the folder of .wav files that the run is on, got nothing")
         return corpus or "asterisk", fetch.locate(corpus or "asterisk")
     for path in data:
         if not path.exists():
@@ -246,7 +251,12 @@ def _folder(sources: list[Path], problems: list[str]) -> Iterator[Utterance]:
     if not wavs:
         raise FileNotFoundError(f"--data {folder}: expected .wav files or Debian packages in this folder, got neither")
     transcript = _transcript_file(folder)
-    lines = dict(_transcript_lines(transcript, problems))
+    lines: dict[str, tuple[int, str]] = {}
+    for name, line in _transcript_lines(transcript, problems):
+        if name in lines:
+            problems.append(f"{transcript.name} line {line[0]}: {name} is in line {lines[name][0]} already")
+        else:
+            lines[name] = line
     problems += [f"{name}: in {transcript.name}, but there is no {name}.wav" for name in lines if name not in wavs]
     for name, path in wavs.items():
         if name not in lines:

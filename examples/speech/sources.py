@@ -23,6 +23,7 @@ Samples = npt.NDArray[np.float32]
 
 _AR_MAGIC = b"!<arch>\n"
 _AR_HEADER = 60
+LOWEST_RATE = 4000  # Hz; the features' top band lies below half of a corpus's lowest rate
 
 
 def read_members(sources: list[Path], wanted: str) -> dict[str, bytes]:
@@ -82,7 +83,10 @@ def _folder_members(root: Path, pattern: re.Pattern[str]) -> Iterator[tuple[str,
 
 
 def read_wav(content: bytes, name: str) -> tuple[Samples, int]:
-    """Samples [N] and sample rate of a PCM wav with 8, 16, 24 or 32 bits and any number of channels."""
+    """Samples [N] and sample rate of a PCM wav with 8, 16, 24 or 32 bits and any number of channels.
+
+    Raises `ValueError` for what it cannot read, and for a sample rate too low for speech.
+    """
     try:
         with wave.open(io.BytesIO(content)) as file:
             width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
@@ -92,6 +96,8 @@ def read_wav(content: bytes, name: str) -> tuple[Samples, int]:
             f"{name}: expected a PCM wav, got one that cannot be read ({error or 'cut short'}); "
             f"convert it, for example with: ffmpeg -i {name} -ac 1 -c:a pcm_s16le converted.wav"
         ) from error
+    if rate < LOWEST_RATE:
+        raise ValueError(f"{name}: expected a sample rate of at least {LOWEST_RATE} Hz, got {rate} Hz")
     raw = raw[: len(raw) - len(raw) % (width * channels)]
     if width == 1:  # 8-bit wavs are unsigned
         samples = (np.frombuffer(raw, np.uint8).astype(np.float32) - 128) / 128

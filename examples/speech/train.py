@@ -133,6 +133,8 @@ def _check_device(name: str) -> None:
 
 
 def _rows(text: str) -> int | str:
+    if text not in ("auto", "none") and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number of rows, auto or none, got {text!r}")
     return text if text in ("auto", "none") else int(text)
 
 

@@ -31,7 +31,14 @@ from torch import Tensor, nn
 
 from rnnt.api import joint_rnnt_loss, rnnt_loss
 from rnnt.backends import NAMES
-from rnnt.problem import check_clamp, check_fastemit, check_flag, check_name, check_tile_rows
+from rnnt.problem import (
+    check_clamp,
+    check_fastemit,
+    check_flag,
+    check_name,
+    check_occupancy_threshold,
+    check_tile_rows,
+)
 
 INSTALL = "pip install 'transformers>=5.12'"
 VERIFIED = "5.12 to 5.24"
@@ -84,10 +91,11 @@ def use_rnnt(
 
     Raises:
         TypeError: the model is none that is known: of another class, wrapped, or with a replaced joint network.
-        ValueError: the joint network computes something else than head(activation(encoder + decoder)), or an option is
-            out of range.
+        ValueError: the joint network computes something else than head(activation(encoder + decoder)), or has hooks on
+            its parts, which would see something else, or an option is out of range.
     """
     check_name("backend", backend, (*NAMES, "auto"))
+    check_occupancy_threshold(occupancy_threshold, torch.float32, check_clamp(clamp))  # "auto" depends on the dtype
     loss = TransducerLoss(
         backend=backend,
         tile_rows=check_tile_rows(tile_rows),
@@ -292,7 +300,7 @@ def _check_class(model: Any) -> None:
         return
     if isinstance(getattr(model, "joint", None), nn.Module) and type(model).__name__.endswith("ForRNNT"):
         reason = ": transformers gives that class no transducer loss of its own that could be replaced"
-    elif any(isinstance(x, ParakeetForRNNT) for x in getattr(model, "modules", list)()):
+    elif isinstance(model, nn.Module) and any(isinstance(x, ParakeetForRNNT) for x in model.modules()):
         reason = ": hand over the ParakeetForRNNT inside it, before it is wrapped"
     else:
         reason = ""
@@ -315,6 +323,21 @@ def _check_joint(model: Any) -> None:
     if type(joint.activation) not in ACTIVATIONS:
         known = ", ".join(x.__name__ for x in ACTIVATIONS)
         raise ValueError(f"model.joint.activation: expected one of {known}, got {_name(joint.activation)}")
+    for name, module in (("joint", joint), ("joint.activation", joint.activation), ("joint.head", head)):
+        if "forward" in vars(module):
+            raise ValueError(
+                f"model.{name}: expected the forward of {_name(module)}, got one that was set on the module, as "
+                "accelerate's hooks are (of a device_map over several devices, say): the scores would exist"
+            )
+        if name != "joint" and (module._forward_hooks or module._forward_pre_hooks):
+            raise ValueError(
+                f"model.{name}: expected a module without forward hooks, got {_name(module)} with one: in training it "
+                "would not see hidden states and scores"
+            )
+    if any(hasattr(x, "full_tensor") for x in joint.parameters()):  # DTensors
+        raise TypeError(
+            "model.joint: expected plain parameters, got DTensors; call use_rnnt before the model is sharded"
+        )
     states = [
         torch.linspace(low, high, head.in_features).to(head.weight)[None, None, None]
         for low, high in ((-1.0, 1.5), (0.5, -1.0))
