@@ -53,7 +53,8 @@ def joint(
     if anchors.rows is not None:
         pre = pre + anchors.rows
     if anchors.frames is not None or anchors.states is not None:
-        pre = Gathered.apply(pre, *anchors[1:], dtype)
+        places = anchors.frame_places, anchors.state_places
+        pre = Gathered.apply(pre, anchors.frames, anchors.states, *places, dtype)
     hidden = getattr(torch, activation)(pre)
     if dropout_p > 0:
         assert rows.key_1 is not None

@@ -221,7 +221,7 @@ def losses_and_occupancies(
 
     node = torch.arange(len(blank), device=blank.device)
     t, u = node // columns, node % columns
-    b = t // (len(blank) // columns // utterances)
+    b = (t // (len(blank) // columns // utterances)).clamp(min=0)  # says to Inductor of torch 2.8 what it cannot prove
     t = t - b * (len(blank) // columns // utterances)
     frames, labels, end, last = frames[b], labels[b], end[b], last[b]
     inside, has_label, is_last = (t < frames) & (u <= labels), u < labels, t + u == end
