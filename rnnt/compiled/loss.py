@@ -142,8 +142,8 @@ def _unit(problem: JointProblem, upstream: Tensor, blank: Tensor, label: Tensor)
     """Power of two, by which the upstream gradients [B] are divided on their way: gradients travel in the compute dtype
     at the scale of one utterance, whatever scale the caller gives the loss.
 
-    float16 has little range, so it is used to the top: d_logits, at most the largest of the weights blank and label, is
-    scaled up to 2^12, unless the gradient of hidden states would come above 2^14 then.
+    float16 has little range, so it is used to the top: d_logits, at most twice the largest of the weights blank and
+    label, is scaled up to 2^13, unless d_pre, at most twice that times the largest |weight|, came above 2^15 then.
     """
     unit = scale_of(upstream).to(blank.dtype)
     if problem.compute_dtype == torch.float16:
