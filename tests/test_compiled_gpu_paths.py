@@ -46,9 +46,9 @@ def test_scores_by_chunks_are_those_in_turn(monkeypatch, sizes, block, chunk, im
     if impossible:
         for plane in (blank, label):
             plane[torch.rand(plane.shape, generator=generator) < 0.1] = -torch.inf
-    sides = lattice.sides_of(alignment, T, columns)
-    right = lattice.scores_in_turn(blank, label, sides)
-    found = lattice.scores_by_chunks(blank, label, sides)
+    lengths = torch.stack((alignment.encoder_lengths, alignment.target_lengths)).repeat(1, 2)
+    right = lattice.scores_in_turn(blank, label, lengths)
+    found = lattice.scores_by_chunks(blank, label, lengths)
     torch.testing.assert_close(found[: len(right)], right, rtol=0, atol=1e-12)
 
 

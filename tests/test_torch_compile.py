@@ -254,7 +254,7 @@ def test_constants_tell_the_graphs_of_tiles_apart(device, monkeypatch):
     finds a difference."""
     monkeypatch.setattr(tiles, "OPTIONS", {k: v for k, v in tiles.OPTIONS.items() if k != "guard_filter_fn"})
     monkeypatch.setattr(loss, "IndexSums", loss.GatherSums)  # what a GPU does
-    tiles.compiled.cache_clear()
+    tiles.graph.cache_clear()
     options = {"backend": "compiled", "blank": 0, "tile_rows": 16}
     variants = [
         (torch.float32, {}),
@@ -280,7 +280,7 @@ def test_constants_tell_the_graphs_of_tiles_apart(device, monkeypatch):
                     backend="compiled",
                 )
     finally:
-        tiles.compiled.cache_clear()
+        tiles.graph.cache_clear()
 
 
 @pytest.mark.compiled
@@ -291,3 +291,17 @@ def test_recompilations_would_be_counted():
     for n in range(1, 7):
         call(torch.ones(n))
     assert compilations() == 6
+
+
+@pytest.mark.compiled
+def test_any_number_of_threads():
+    """torch.compile compiles anew for another number, up to a limit of a code object's."""
+    sizes = torch.tensor([3, 2]), torch.tensor([2, 1])
+    planes = torch.zeros(2, 3, 3), torch.zeros(2, 3, 2)
+    before = torch.get_num_threads()
+    try:
+        for threads in range(1, torch._dynamo.config.recompile_limit + 3):
+            torch.set_num_threads(threads)
+            rnnt.rnnt_loss_from_log_probs(*planes, *sizes, backend="compiled")
+    finally:
+        torch.set_num_threads(before)

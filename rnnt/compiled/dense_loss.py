@@ -78,7 +78,7 @@ def logits_loss_operator(
         values = [call(found.scores, found.label) for found in _tiles(logits, node, tile.rows, alignment)]
         logp_blank, logp_label = (plane(x, node, alignment) for x in zip(*values, strict=True))
         return lattice.losses_and_weights(
-            logp_blank, logp_label[:, :, :-1], alignment, fastemit_lambda, with_gradient=with_gradient
+            logp_blank, logp_label, alignment, fastemit_lambda, with_gradient=with_gradient
         )
 
 
@@ -109,6 +109,7 @@ def log_probs_loss_operator(
     """losses [B]; for the backward pass, else empty, two weights [B, T, U1]."""
     alignment = Alignment(targets, encoder_lengths, target_lengths, blank, logp_blank.shape[1], rows)
     with torch.no_grad():
+        logp_label = torch.nn.functional.pad(logp_label, (0, 1))
         return lattice.losses_and_weights(
             logp_blank, logp_label, alignment, fastemit_lambda, with_gradient=with_gradient
         )

@@ -21,9 +21,10 @@ exponentials, by
 Paths through 2 k diagonals are joined from those through k, up to BLOCK diagonals; scores go from block to block, and
 from there to the middle of each block, of each half, of each quarter.
 
-logp_blank [B, T, U1], logp_label [B, T, U], natural log -> losses [B] and weights [B, T, U1], the occupancies that the
-gradient is made of: FastEmit's lambda is in those of label arcs, and nodes below the threshold have none.  Scores are
-float64 whatever comes in: near -10^4 an ulp of float32 is 10^-3, and a float64 lattice is small beside a tile.
+logp_blank, logp_label [B, T, U1] (its last column is not read), natural log -> losses [B] and weights [B, T, U1], the
+occupancies that the gradient is made of: FastEmit's lambda is in those of label arcs, and nodes below the threshold
+have none.  Scores are float64 whatever comes in: near -10^4 an ulp of float32 is 10^-3, and a float64 lattice is small
+beside a tile.
 Graves 2012, arXiv:1211.3711, eq. 16-20; FastEmit: Yu et al. 2020, arXiv:2010.11148.
 Before: log_probs.py.  After: loss.py.
 """
@@ -79,12 +80,13 @@ def losses_and_weights(
     dtype = loss_dtype(logp_blank, logp_label)
     utterances, frames, columns = logp_blank.shape
     missing = max(2 - columns, 0)  # no dimension of what is compiled is shorter than 2, see mark_dynamic
-    blank, label = (pad(x, (0, columns + missing - x.shape[2])).to(dtype) for x in (logp_blank, logp_label))
-    sides = sides_of(alignment, frames, columns + missing)
+    blank, label = (pad(x, (0, missing)) if missing else x for x in (logp_blank.to(dtype), logp_label.to(dtype)))
+    lengths = torch.stack((alignment.encoder_lengths, alignment.target_lengths)).repeat(1, 2)
+    lengths = mark_dynamic(lengths, 1)
     scan = scores_in_turn if blank.device.type == "cpu" else scores_by_chunks
-    scores = mark_dynamic(scan(blank, label, sides), 0, 1, 2)
+    scores = mark_dynamic(scan(blank, label, lengths), 0, 1, 2)
     call = compiled(losses_and_occupancies, Weights(dtype, blank.device, occupancy_threshold))
-    losses, blank, label = call(scores, flat(blank), flat(label), sides)
+    losses, blank, label = call(scores, flat(blank), flat(label), lengths)
     losses = losses[:utterances]
     if not with_gradient:
         return losses, losses.new_empty((0, 0, 0)), losses.new_empty((0, 0, 0))
@@ -96,24 +98,25 @@ def flat(plane: Tensor) -> Tensor:
     return mark_dynamic(plane.flatten(), 0)
 
 
-def sides_of(alignment: Alignment, frames: int, columns: int) -> Tensor:
-    """[4, 2 B]: the fields of Sides in planes [B, frames, columns]."""
-    lengths, labels = alignment.encoder_lengths, alignment.target_lengths
-    first = torch.arange(len(lengths), device=lengths.device) * (frames * columns)
-    last = first + (lengths - 1) * columns + labels
-    step = torch.ones_like(first)
-    halves = torch.stack((first, step, lengths, labels)), torch.stack((last, -step, lengths, labels))
-    return mark_dynamic(torch.cat(halves, 1), 1)
+def sides_of(lengths: Tensor, frames: int, columns: int) -> Sides:
+    """In planes [B, frames, columns]; lengths [2, 2 B]: in frames and in labels, of each utterance twice."""
+    frame_lengths, labels = lengths.unbind(0)
+    side = torch.arange(len(labels), device=lengths.device)
+    from_last = side >= len(labels) // 2
+    first = torch.where(from_last, side - len(labels) // 2, side) * (frames * columns)
+    first = torch.where(from_last, first + (frame_lengths - 1) * columns + labels, first)
+    return Sides(first, torch.where(from_last, -1, 1), frame_lengths, labels)
 
 
-def scores_in_turn(blank: Tensor, label: Tensor, sides: Tensor) -> Tensor:
+def scores_in_turn(blank: Tensor, label: Tensor, lengths: Tensor) -> Tensor:
     """alpha and, below it, gamma [D, 2 B, U1] by diagonal d = t + u and column u of each side.  float64."""
     _, frames, columns = blank.shape
     diagonals = frames + columns - 1
     diagonal = torch.arange(1, diagonals, device=blank.device)
-    label_arcs, blank_arcs = arcs(blank.flatten(), label.flatten(), Sides(*sides.unbind(0)), diagonal, columns)
+    sides = sides_of(lengths, frames, columns)
+    label_arcs, blank_arcs = arcs(blank.flatten(), label.flatten(), sides, diagonal, columns)
     # Column 0 is the border, -inf, so that a predecessor is read at column u and at column u + 1.
-    scores = label_arcs.new_full((diagonals, sides.shape[1], 1 + columns), -torch.inf, dtype=torch.float64)
+    scores = label_arcs.new_full((diagonals, lengths.shape[1], 1 + columns), -torch.inf, dtype=torch.float64)
     scores[0, :, 1] = 0
     for before, by_label, by_blank, after in zip(
         scores[:-1].unbind(0), label_arcs.unbind(0), blank_arcs.unbind(0), scores[1:].unbind(0), strict=True
@@ -122,32 +125,33 @@ def scores_in_turn(blank: Tensor, label: Tensor, sides: Tensor) -> Tensor:
     return scores[:, :, 1:].contiguous()
 
 
-def scores_by_chunks(blank: Tensor, label: Tensor, sides: Tensor) -> Tensor:
+def scores_by_chunks(blank: Tensor, label: Tensor, lengths: Tensor) -> Tensor:
     """The same, by compiled chunks of diagonals, with more of them at the end."""
     _, frames, columns = blank.shape
     chunks = -(-(frames + columns - 1) // CHUNK)
     call = compiled(advance, Planes(blank.dtype, blank.device))
     blank, label = flat(blank), flat(label)
-    scores = blank.new_empty((chunks * CHUNK, sides.shape[1], columns), dtype=torch.float64)
+    scores = blank.new_empty((chunks * CHUNK, lengths.shape[1], columns), dtype=torch.float64)
     state = torch.full_like(scores[0], -torch.inf)
     state[:, 0] = 0
     for part, start in zip(
         scores.split(CHUNK), torch.arange(0, len(scores), CHUNK, device=blank.device).unbind(0), strict=True
     ):
-        found, state = call(mark_dynamic(state, 0, 1), start, blank, label, sides)
+        found, state = call(mark_dynamic(state, 0, 1), start, blank, label, lengths)
         part.copy_(found)
     return scores
 
 
 def advance(
-    planes: Planes, state: Tensor, start: Tensor, blank: Tensor, label: Tensor, sides: Tensor
+    planes: Planes, state: Tensor, start: Tensor, blank: Tensor, label: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Scores [CHUNK, 2 B, U1] of the diagonals start, start + 1, ..., and [2 B, U1] of the one after them.
 
     state [2 B, U1]: the first of them; start [] int64; blank and label [B T U1].
     """
     diagonal = start + 1 + torch.arange(CHUNK, device=planes.device)
-    both = arcs(blank, label, Sides(*sides.unbind(0)), diagonal, state.shape[1])
+    sides = sides_of(lengths, _frames(blank, state, lengths), state.shape[1])
+    both = arcs(blank, label, sides, diagonal, state.shape[1])
     levels = [in_memory(torch.stack(both, 3))]  # paths through 1, 2, 4, ... BLOCK diagonals
     while len(levels[-1]) > CHUNK // BLOCK:
         levels.append(in_memory(joined(levels[-1][0::2], levels[-1][1::2], planes.dtype)))
@@ -205,24 +209,24 @@ def log_sum_exp(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def losses_and_occupancies(
-    weights: Weights, scores: Tensor, blank: Tensor, label: Tensor, sides: Tensor
+    weights: Weights, scores: Tensor, blank: Tensor, label: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """losses [2 B], of which the second half is the first but for rounding, and occupancies of blank arcs and of label
     arcs [B T U1]; 0 outside the lengths and below the threshold.
 
     scores [>= D, 2 B, U1], blank and label [B T U1].
     """
-    first, _, frames, labels = sides.unbind(0)
-    side = torch.arange(len(frames), device=frames.device)
-    utterances, columns = len(frames) // 2, scores.shape[2]
+    utterances, columns, plane_frames = lengths.shape[1] // 2, scores.shape[2], _frames(blank, scores, lengths)
+    first, _, frames, labels = sides_of(lengths, plane_frames, columns)
+    side = torch.arange(2 * utterances, device=lengths.device)
     end = frames - 1 + labels
     last = scores[end, side, labels]  # of alpha at the last node, of gamma at the first: the same but for rounding
     log_z = last + blank[torch.where(side < utterances, first + (frames - 1) * columns + labels, first)]
 
     node = torch.arange(len(blank), device=blank.device)
     t, u = node // columns, node % columns
-    b = (t // (len(blank) // columns // utterances)).clamp(min=0)  # says to Inductor of torch 2.8 what it cannot prove
-    t = t - b * (len(blank) // columns // utterances)
+    b = (t // plane_frames).clamp(min=0)  # says to Inductor of torch 2.8 what it cannot prove
+    t = t - b * plane_frames
     frames, labels, end, last = frames[b], labels[b], end[b], last[b]
     inside, has_label, is_last = (t < frames) & (u <= labels), u < labels, t + u == end
     alpha = scores[torch.where(inside, t + u, 0), b, u] - last
@@ -238,3 +242,8 @@ def losses_and_occupancies(
     left_out = ~inside | (log_z[b] == -torch.inf) | (by_blank + by_label < weights.threshold)
     losses = torch.where(log_z == -torch.inf, torch.inf, -log_z).to(weights.dtype)
     return losses, torch.where(left_out, 0, by_blank), torch.where(left_out, 0, by_label)
+
+
+def _frames(plane: Tensor, scores: Tensor, lengths: Tensor) -> int:
+    """T of a flat plane [B T U1], scores [..., U1] and lengths [2, 2 B]."""
+    return len(plane) // scores.shape[-1] // (lengths.shape[1] // 2)

@@ -280,7 +280,7 @@ def joint_loss_operator(
         keep = _kept_rows(rows, linear_weight, dtype) if untiled and with_gradient else 0
         logp_blank, logp_label, lse, kept = _score(problem, keep)
         losses, blank_weight, label_weight = lattice.losses_and_weights(
-            logp_blank, logp_label[:, :, :-1], problem.alignment, fastemit_lambda, occupancy_threshold, with_gradient
+            logp_blank, logp_label, problem.alignment, fastemit_lambda, occupancy_threshold, with_gradient
         )
     return losses, blank_weight, label_weight, lse if with_gradient else lse.new_empty((0, 0, 0)), kept
 

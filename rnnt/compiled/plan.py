@@ -8,9 +8,9 @@ these moments, with the output layer's copy (V H s + V w) where there are tiles:
     rows       8 N + n + 65 r                            a block's integers while they are looked up
     scores     8 N + 3 N w + 41 r + R (H + V) s
     planes     8 N + 6 N w + 41 r                        planes beside the tiles' scores
-    lattice    5 n w + 40 d                              on the CPU: arcs, and where they are found
-               5 n w + 8 d + (40 + 2 w) c                on a GPU: scores, and a chunk's paths
-               7 n w + 8 d                               occupancies; FastEmit: n w more
+    lattice    3 n w + 40 d                              on the CPU: arcs, and where they are found
+               3 n w + 8 d + (40 + 2 w) c                on a GPU: scores, and a chunk's paths
+               5 n w + 8 d                               occupancies; FastEmit: n w more
     live rows  3 n w + 9 n + 8 N                         the nodes with a weight
     again      3 n w + 4 n + 8 N + 65 r + S w            the same of live rows
     gradients  3 n w + 4 n + 8 N + (41 + 4 w) r + S w + tile
@@ -66,8 +66,8 @@ def plan(problem: JointProblem) -> tuple[int | None, dict[str, int]]:
         {"rows": every + n + ROW_LOOKED_UP * block(tile), **layer},
         {"planes": 3 * rows * wide, "rows": every + ROW * block(tile), "tile workspace": scored, **layer},
         {"planes": 3 * rows * wide + planes, "rows": every + ROW * block(tile), **layer},
-        {"planes": 5 * n * wide, "lattice": _lattice(problem, wide)},
-        {"planes": (7 + (problem.fastemit_lambda != 0)) * n * wide, "lattice": SCORE * _scores(problem)},
+        {"planes": planes, "lattice": _lattice(problem, wide)},
+        {"planes": (5 + (problem.fastemit_lambda != 0)) * n * wide, "lattice": SCORE * _scores(problem)},
         {"planes": planes, "rows": every + (1 + 2 * PLACE) * n},
     ]
 

@@ -58,20 +58,28 @@ class LiveNodes(NamedTuple):
     counts: list[int]  # [B], of each utterance
 
 
-@functools.cache
 def compiled(function: Callable[..., Any], constants: tuple[Any, ...]) -> Callable[..., Any]:
     """function(constants, ...) as one graph of torch.compile, which never falls back to eager execution.
 
-    torch.compile counts recompilations per code object and refuses at a limit, so each set of constants gets its own.
-    The constants fix all that a call could differ in but the lengths of dimensions marked as dynamic, so no more than
-    those is checked at each call.
+    torch.compile counts recompilations per code object and refuses at a limit, so each set of constants gets its own,
+    and so does each number of threads.  The constants fix all that a call could differ in but the lengths of dimensions
+    marked as dynamic, so no more than those is checked at each call.
     """
+    return graph(function, constants, torch.get_num_threads())
 
+
+@functools.cache
+def graph(function: Callable[..., Any], constants: tuple[Any, ...], _threads: int) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         return function(constants, *arguments)
 
+    from torch._inductor import config  # takes a second
+
     call.__code__ = call.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
-    return torch.compile(call, fullgraph=True, dynamic=False, options=dict(OPTIONS))  # of which it takes some out
+    options = dict(OPTIONS)  # of which torch.compile takes some out
+    if hasattr(config, "deterministic"):  # since torch 2.10
+        options["deterministic"] = True  # sums in the order of one fixed kernel, not of the one that was quicker today
+    return torch.compile(call, fullgraph=True, dynamic=False, options=options)
 
 
 _numbers = itertools.count()

@@ -58,13 +58,23 @@ def _mix(x):
 
 
 @triton.jit
-def keep_mask(seed_ptr, row, h, drop_threshold):
-    """rnnt.dropout.keep_mask in uint32: row [BLOCK_ROWS] int64, h [BLOCK_H] -> bool [BLOCK_ROWS, BLOCK_H]."""
+def seed_keys(seed_ptr):
+    """What row_keys of rnnt.dropout makes of the seed alone: two uint32."""
     seed = tl.load(seed_ptr)
     key = _mix(_mix(seed.to(tl.uint32) + _GOLDEN) ^ (seed >> 32).to(tl.uint32))
+    return key, _mix(key ^ _SECOND_KEY)
+
+
+@triton.jit
+def row_keys(seed_key_1, seed_key_2, row):
+    """rnnt.dropout.row_keys in uint32; row [rows] int64."""
     low, high = row.to(tl.uint32), (row >> 32).to(tl.uint32)
-    key_1 = _mix(_mix(low ^ key) + high)
-    key_2 = _mix(_mix(low ^ _mix(key ^ _SECOND_KEY)) + high)
+    return _mix(_mix(low ^ seed_key_1) + high), _mix(_mix(low ^ seed_key_2) + high)
+
+
+@triton.jit
+def keep_under_keys(key_1, key_2, h, drop_threshold):
+    """rnnt.dropout.keep_under_keys in uint32: keys [rows], h [features] -> bool [rows, features]."""
     x = (h.to(tl.uint32) * _GOLDEN)[None, :] + key_1[:, None]
     x = x ^ (x >> 16)
     x = x * _MULTIPLY_1
@@ -118,10 +128,13 @@ def write_hidden(
     y = tl.load(predictor_rows + (offs_h * predictor_stride_h)[None, :], mask=mask, other=0.0)
     product = tl.zeros(row.shape, tl.float32)
     scale = 1 / (1 - dropout_p)
+    if DROPOUT:
+        seed_key_1, seed_key_2 = seed_keys(seed_ptr)
+        key_1, key_2 = row_keys(seed_key_1, seed_key_2, row)
     for _ in range(0, padded_features, BLOCK_H):
         hidden = activate(x.to(tl.float32) + y.to(tl.float32), ACTIVATION)
         if DROPOUT:
-            keep = keep_mask(seed_ptr, row, offs_h, drop_threshold)
+            keep = keep_under_keys(key_1, key_2, offs_h, drop_threshold)
             hidden = tl.where(keep, hidden * scale, 0.0)
         if ACTIVATION == "sigmoid":  # the others are 0 at 0
             hidden = tl.where(mask, hidden, 0.0)

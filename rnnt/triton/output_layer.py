@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rnnt.triton.config import cdiv, interpreted_dot, precision
-from rnnt.triton.joint import activation_slope, keep_mask
+from rnnt.triton.joint import activation_slope, keep_under_keys, row_keys, seed_keys
 from rnnt.triton.launch import Launch
 from rnnt.triton.operands import Operands, blocks_of
 
@@ -47,7 +47,9 @@ def hidden_bwd_kernel(
     if DROPOUT:
         slot = start + tl.arange(0, BLOCK_ROWS)
         row = tl.load(row_ptr + tl.where(slot < count, slot, start)).to(tl.int64)
-        keep = keep_mask(seed_ptr, row, h + tl.arange(0, BLOCK_H), drop_threshold)
+        seed_key_1, seed_key_2 = seed_keys(seed_ptr)
+        key_1, key_2 = row_keys(seed_key_1, seed_key_2, row)
+        keep = keep_under_keys(key_1, key_2, h + tl.arange(0, BLOCK_H), drop_threshold)
         slope = activation_slope(y * (1 - dropout_p), ACTIVATION)
         gradient = tl.where(keep, d_hidden * slope / (1 - dropout_p), 0.0)
     else:

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rnnt.triton.config import ceil_to, class_blocks
-from rnnt.triton.joint import activate, keep_mask
+from rnnt.triton.joint import activate, keep_under_keys, row_keys, seed_keys
 from rnnt.triton.launch import launch
 from rnnt.triton.operands import Operands, multiprocessors_of
 
@@ -95,14 +95,14 @@ def load_states(
 
 @gluon.jit
 def write_slice(
-    x, y, hidden, product, class_ptr, seed_ptr, row, offs_h, features, dropout_scale, drop_threshold,
+    x, y, hidden, product, class_ptr, key_1, key_2, offs_h, features, dropout_scale, drop_threshold,
     ACTIVATION: gl.constexpr, DROPOUT: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """Write hidden of encoder states x and predictor states y [rows, BLOCK_H] to shared memory, and return product plus
     its share of the product with one class's weights (TAIL)."""
     value = activate(x.to(gl.float32) + y.to(gl.float32), ACTIVATION)
     if DROPOUT:
-        value = gl.where(keep_mask(seed_ptr, row, offs_h, drop_threshold), value * dropout_scale, 0.0)
+        value = gl.where(keep_under_keys(key_1, key_2, offs_h, drop_threshold), value * dropout_scale, 0.0)
     rounded = value.to(hidden.dtype)
     hidden.store(rounded)
     fence_async_shared()  # the tensor cores read shared memory past the threads' view of it
@@ -217,7 +217,11 @@ def log_probs_fwd_resident_kernel(
     offs_slice = gl.arange(0, BLOCK_H, gl.SliceLayout(0, by_row))
     first = (gl.program_id(0) * BLOCK_ROWS).to(gl.int64)
     offs_row = gl.arange(0, BLOCK_ROWS, row_layout)
-    row = first + offs_row
+    key_1 = 0
+    key_2 = 0
+    if DROPOUT:
+        seed_key_1, seed_key_2 = seed_keys(seed_ptr)
+        key_1, key_2 = row_keys(seed_key_1, seed_key_2, first + offs_row)
     encoder_rows, predictor_rows, next_label = place_rows(
         encoder_ptr, predictor_ptr, targets_ptr, first, offs_row, count, offsets_ptr, target_lengths_ptr,
         encoder_stride_b, encoder_stride_t, predictor_stride_b, predictor_stride_u, utterances, search_steps, labels,
@@ -229,7 +233,7 @@ def log_probs_fwd_resident_kernel(
         offs_h = slice_h * BLOCK_H + offs_slice
         x, y = load_states(encoder_rows, predictor_rows, offs_h, encoder_stride_h, predictor_stride_h, features, RAGGED)
         product = write_slice(
-            x, y, hidden.index(slice_h), product, class_ptr, seed_ptr, row, offs_h, features,
+            x, y, hidden.index(slice_h), product, class_ptr, key_1, key_2, offs_h, features,
             dropout_scale, drop_threshold, ACTIVATION, DROPOUT, TAIL,
         )  # fmt: skip
 
@@ -275,7 +279,8 @@ def log_probs_fwd_resident_kernel(
             logits, 0, done, fetch_v, fetch_h, total_products, weight, hidden, weights, arrived,
             features, whole_classes, BLOCK_V, BLOCK_H, STAGES,
         )  # fmt: skip
-        row = first + programs * BLOCK_ROWS + offs_row
+        if DROPOUT:
+            key_1, key_2 = row_keys(seed_key_1, seed_key_2, first + programs * BLOCK_ROWS + offs_row)
         encoder_rows, predictor_rows, next_label = place_rows(
             encoder_ptr, predictor_ptr, targets_ptr, first + programs * BLOCK_ROWS, offs_row, count,
             offsets_ptr, target_lengths_ptr,
@@ -293,7 +298,7 @@ def log_probs_fwd_resident_kernel(
                 encoder_rows, predictor_rows, offs_h, encoder_stride_h, predictor_stride_h, features, RAGGED
             )
             product = write_slice(
-                x, y, hidden.index(slice_h - 1), product, class_ptr, seed_ptr, row, offs_h, features,
+                x, y, hidden.index(slice_h - 1), product, class_ptr, key_1, key_2, offs_h, features,
                 dropout_scale, drop_threshold, ACTIVATION, DROPOUT, TAIL,
             )  # fmt: skip
         offs_h = (SLICES - 1) * BLOCK_H + offs_slice
@@ -301,7 +306,7 @@ def log_probs_fwd_resident_kernel(
         logits = warpgroup_mma_wait(num_outstanding=0, deps=(logits,))
         barrier()  # all warps are done with the last slice
         product = write_slice(
-            x, y, hidden.index(SLICES - 1), product, class_ptr, seed_ptr, row, offs_h, features,
+            x, y, hidden.index(SLICES - 1), product, class_ptr, key_1, key_2, offs_h, features,
             dropout_scale, drop_threshold, ACTIVATION, DROPOUT, TAIL,
         )  # fmt: skip
         offs_v = last_classes + gl.arange(0, BLOCK_V, gl.SliceLayout(0, by_product))
