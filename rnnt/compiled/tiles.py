@@ -91,12 +91,13 @@ def _guards(guards: Sequence[Any]) -> list[bool]:
 
 
 # Inductor computes an elementwise value that is used twice, or takes many operations, anew, where it would by default
-# write it to memory in float32 (a product's gradient is laid over the product then); and indices, which are made here,
-# are not checked for every element.
+# write it to memory in float32 (a product's gradient is laid over the product then); sums of up to 17 terms, the most
+# that the lattice has, are written out; and indices, which are made here, are not checked for every element.
 OPTIONS: dict[str, Any] = {
     "guard_filter_fn": _guards,
     "realize_reads_threshold": 16,
     "realize_opcount_threshold": 200,
+    "unroll_reductions_threshold": 18,
     "assert_indirect_indexing": False,
 }
 
