@@ -115,6 +115,12 @@ def loss_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """dtype of the logarithm of a row's normaliser, where scores are computed in `dtype`: float32 for 16 bits, else
+    float64, as an ulp of float32 may be more than a near-certain class's log-probability."""
+    return torch.float32 if dtype.itemsize == 2 else torch.float64
+
+
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """dtype of hidden states and of the output layer's matrix product: PyTorch's promotion, or autocast's dtype."""
     dtype = tensors[0].dtype

@@ -1,6 +1,8 @@
 """torch.compile: whole graphs of the public functions, registered operators, and how often a tile is compiled."""
 
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from tests.fixtures import P, j_p, s_p
 from tests.support import (
     DEVICES,
     assert_budget,
+    assert_same_bits,
     budget_of,
     joint_budget,
     joint_loss,
@@ -305,3 +308,21 @@ def test_any_number_of_threads():
             rnnt.rnnt_loss_from_log_probs(*planes, *sizes, backend="compiled")
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.compiled
+def test_threads_that_begin_together():
+    """Each would compile the graph for itself, and their number is limited likewise."""
+    tiles.graph.cache_clear()
+    batch = ragged(2, 3, 2, 11, 9).cast(torch.float32)
+    number = torch._dynamo.config.recompile_limit + 8
+    together = threading.Barrier(number)
+
+    def step(_: int) -> dict[str, torch.Tensor]:
+        together.wait()
+        return results(batch, backend="compiled", tile_rows=5)
+
+    with ThreadPoolExecutor(number) as pool:
+        first, *others = pool.map(step, range(number))
+    for other in others:
+        assert_same_bits(other, first)

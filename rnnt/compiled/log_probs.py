@@ -11,7 +11,8 @@
 hidden [rows, H] -> product [rows, V] in the compute dtype -> logp_blank, logp_label, lse [rows], g [rows, V], computed
 in float32 (float64 stays float64).  label is -1 where a row has no next label; its logp_label is 0.  The bias is added
 in float32: a product rounded to 16 bits and, with the bias, rounded again errs to one side, differently for each class,
-and a path adds up hundreds of blanks.
+and a path adds up hundreds of blanks.  lse is two numbers, the largest score and the rest, subtracted one after the
+other: an ulp of their sum is more than the log-probability of a near-certain class may be off.
 
 Two functions of a tile are compiled, each into one graph whatever the lengths of a batch:
 
@@ -27,6 +28,7 @@ and a retained graph works again.
 Before: joint.py.  After: lattice.py.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rnnt.compiled.joint import Anchors, joint
 from rnnt.compiled.tiles import TileRows, in_memory
+from rnnt.problem import lse_dtype
 
 # Up to so many classes Inductor keeps in registers on a GPU; more it reads in a loop, which took four times as long as
 # parts of a row reduced on their own.
@@ -80,12 +83,15 @@ class JointInputs(NamedTuple):
 
 
 def score(tile: Tile, inputs: JointInputs, integers: Tensor) -> tuple[Tensor, ...]:
-    """The product [rows, V], where it is to be kept, and logp_blank, logp_label, lse [rows]; without gradient."""
+    """The product [rows, V], where it is to be kept, and logp_blank, logp_label, lse [rows]; without gradient.
+    lse is in lse_dtype.
+    """
     rows = TileRows(*integers.unbind(0))
     product = output_layer(tile, inputs, Anchors(), rows)
     scores = _wide(product) + inputs.bias
-    lse = log_sum_exp(scores)
-    found = *pick(scores, rows.label, tile.blank, lse), lse
+    largest, rest = log_sum_exp(scores)
+    lse = largest.to(lse_dtype(product.dtype)) + rest
+    found = *pick(scores, rows.label, tile.blank, (largest, rest)), lse
     return (product, *found) if tile.keep else found
 
 
@@ -94,7 +100,7 @@ def surrogate(
 ) -> Tensor:
     """Zeros [rows] with the derivative of -(blank_weight logp_blank + label_weight logp_label), clamped at the logits.
 
-    weights [3, rows]: blank_weight, label_weight, lse; kept [N, V]: products, or None.
+    weights [3 or 4, rows]: blank_weight, label_weight, lse in parts_of; kept [N, V]: products, or None.
     """
     rows = TileRows(*integers.unbind(0))
 
@@ -111,7 +117,7 @@ def surrogate(
 def dense_score(tile: DenseTile, logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
     """logp_blank, logp_label [rows]."""
     scores = _wide(logits)
-    return pick(scores, label, tile.blank, log_sum_exp(scores) if tile.log_softmax else None)
+    return pick(scores, label, tile.blank, log_sum_exp(scores) if tile.log_softmax else ())
 
 
 def dense_gradient(
@@ -119,7 +125,7 @@ def dense_gradient(
 ) -> Tensor:
     """upstream [rows] times g, clamped: [rows, V] in the logits' dtype."""
     scores = _wide(logits)
-    lse = log_sum_exp(scores) if tile.log_softmax else None
+    lse = log_sum_exp(scores) if tile.log_softmax else ()
     gradient = scores_gradient(scores, label, blank_weight, label_weight, tile.blank, tile.clamp, lse)
     return times_upstream(gradient, upstream, blank_weight, label_weight).to(logits.dtype)
 
@@ -132,26 +138,28 @@ def output_layer(tile: Tile, inputs: JointInputs, anchors: Anchors, rows: TileRo
     return torch.nn.functional.linear(hidden, inputs.weight)
 
 
-def pick(scores: Tensor, label: Tensor, blank: int, lse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """logp_blank, logp_label [rows] of the logits [rows, V]; lse None: these are log-probabilities already."""
+def pick(scores: Tensor, label: Tensor, blank: int, lse: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """logp_blank, logp_label [rows] of the logits [rows, V]; lse: its parts; none: they are log-probabilities."""
     blank_score = scores[:, blank]
     label_score = scores.gather(1, label.clamp(0, scores.shape[1] - 1)[:, None])[:, 0]  # labels may be unchecked
-    if lse is not None:
-        blank_score, label_score = blank_score - lse, label_score - lse
+    for part in lse:
+        blank_score, label_score = blank_score - part, label_score - part
     return blank_score, torch.where(label < 0, 0, label_score)
 
 
 def scores_gradient(
     scores: Tensor, label: Tensor, blank_weight: Tensor, label_weight: Tensor, blank: int, clamp: float,
-    lse: Tensor | None,
+    lse: Sequence[Tensor],
 ) -> Tensor:  # fmt: skip
     """g [rows, V], clamped; exactly 0 in rows whose weights are 0, whatever their logits."""
     v = torch.arange(scores.shape[1], device=scores.device)
     gradient = -torch.where(v == blank, blank_weight[:, None], 0)
     gradient = gradient - torch.where(v == label[:, None], label_weight[:, None], 0)
-    if lse is not None:
+    if lse:
         weight = (blank_weight + label_weight)[:, None]
-        gradient = gradient + torch.where(weight == 0, 0, weight * torch.exp(scores - lse[:, None]))
+        for part in lse:
+            scores = scores - part[:, None]
+        gradient = gradient + torch.where(weight == 0, 0, weight * torch.exp(scores))
     return gradient.clamp(-clamp, clamp) if clamp > 0 else gradient
 
 
@@ -161,13 +169,34 @@ def times_upstream(gradient: Tensor, upstream: Tensor, blank_weight: Tensor, lab
     return torch.where(unweighted, 0, upstream)[:, None] * gradient
 
 
-def log_sum_exp(scores: Tensor) -> Tensor:
-    """[rows]; NaN, as log_softmax gives, where torch.logsumexp says inf: a score is inf."""
+def log_sum_exp(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest score [rows], and the logarithm of the sum of exp(score - largest); their sum is lse.
+
+    NaN, as log_softmax gives, where a score is inf; where all are -inf 0 and -inf.
+    """
     classes = scores.shape[1]
-    if classes > LONGEST_REDUCTION and classes % PART == 0:
-        scores = scores.unflatten(1, (-1, PART)).logsumexp(2)
-    lse = scores.logsumexp(1)
-    return torch.where(lse == torch.inf, torch.nan, lse)
+    parted = classes > LONGEST_REDUCTION and classes % PART == 0
+    if parted:
+        scores = scores.unflatten(1, (-1, PART))
+    largest = scores.amax(-1)
+    total = (scores - _finite(largest)[..., None]).exp().sum(-1)
+    if parted:
+        parts, largest = largest, largest.amax(1)
+        total = (total * (parts - _finite(largest)[:, None]).exp()).sum(1)
+    rest = total.log()
+    return _finite(largest), torch.where(rest == torch.inf, torch.nan, rest)
+
+
+def _finite(largest: Tensor) -> Tensor:
+    return torch.where(largest.abs() == torch.inf, 0, largest)
+
+
+def parts_of(lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """lse in one or, where it is of more digits than `dtype`, two parts of that dtype, the larger first."""
+    if lse.dtype == dtype:
+        return (lse,)
+    coarse = lse.to(dtype)
+    return coarse, (lse - coarse).to(dtype)
 
 
 class WideProduct(torch.autograd.Function):
@@ -205,7 +234,7 @@ class Surrogate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         product, bias, label, weights = ctx.saved_tensors
-        blank_weight, label_weight, lse = weights.unbind(0)
+        blank_weight, label_weight, *lse = weights.unbind(0)
         blank, clamp = ctx.constants
         scores = _wide(product) + bias
         gradient = scores_gradient(scores, label, blank_weight, label_weight, blank, clamp, lse)

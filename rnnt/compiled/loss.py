@@ -40,7 +40,7 @@ from rnnt.compiled.tiles import (
     static_size,
 )
 from rnnt.layout import dense_mask, label_mask
-from rnnt.problem import Alignment, JointProblem
+from rnnt.problem import Alignment, JointProblem, lse_dtype
 from rnnt.scale import scale_of
 
 ALIGNMENT = 16, 64  # classes of less than 512, and of more: whole blocks of a matrix product
@@ -120,7 +120,7 @@ def _gradients(
     number = itertools.count()
     for block in blocks(alignment, live.node, size, problem.seed, numbered=products is not None):
         floats = [torch.where(block.valid, x[block.node], 0) for x in (blank, label)]
-        weights = torch.stack([*floats, lse[block.node]], 1)
+        weights = torch.stack([*floats, *log_probs.parts_of(lse[block.node], wide)], 1)
         for integers, weight, d_zeros in zip(block.integers, weights, upstream[block.utterance], strict=True):
             tile = next(number)
             anchors = sums.anchors_of(tile)
@@ -336,9 +336,10 @@ def _above_autograd() -> AbstractContextManager[None]:
 def _(encoder, predictor, *arguments):  # type: ignore[no-untyped-def]
     untiled, dtype, *_, with_gradient = arguments[13:]
     losses = encoder.new_empty(len(encoder), dtype=torch.promote_types(dtype, torch.float32))
-    planes = [losses.new_empty(_nodes(encoder, predictor, with_gradient)) for _ in range(3)]
+    weights = [losses.new_empty(_nodes(encoder, predictor, with_gradient)) for _ in range(2)]
+    lse = losses.new_empty(weights[0].shape, dtype=lse_dtype(dtype))
     rows = arguments[7] or _capacity(encoder, predictor)
-    return losses, *planes, _kept(arguments[0], untiled and with_gradient, rows, dtype)
+    return losses, *weights, lse, _kept(arguments[0], untiled and with_gradient, rows, dtype)
 
 
 @joint_log_probs_operator.register_fake
@@ -346,7 +347,7 @@ def _(encoder, predictor, *arguments):  # type: ignore[no-untyped-def]
     untiled, dtype, with_gradient = arguments[13:]
     blank = encoder.new_empty(_nodes(encoder, predictor), dtype=torch.promote_types(dtype, torch.float32))
     label = torch.empty_like(blank[:, :, :-1], memory_format=torch.contiguous_format)
-    lse = blank.new_empty(_nodes(encoder, predictor, with_gradient))
+    lse = blank.new_empty(_nodes(encoder, predictor, with_gradient), dtype=lse_dtype(dtype))
     rows = arguments[7] or _capacity(encoder, predictor)
     return blank, label, lse, _kept(arguments[0], untiled and with_gradient, rows, dtype)
 
@@ -410,7 +411,7 @@ def _joint_log_probs_backward(ctx: Any, d_blank: Tensor | None, d_label: Tensor 
     blank, rows, host_sync = ctx.numbers[:3]
     alignment = Alignment(targets, encoder_lengths, target_lengths, blank, encoder.shape[1], rows, host_sync)
     inside, has_label = dense_mask(alignment), label_mask(alignment)
-    zero = lse.new_zeros(())
+    zero = lse.new_zeros((), dtype=torch.promote_types(ctx.numbers[-1], torch.float32))
     blank_weight = label_weight = zero.expand(ctx.shape)
     if d_blank is not None:
         blank_weight = torch.where(inside, -d_blank, zero)

@@ -11,6 +11,7 @@ Before: layout.py, tiling.py.  After: loss.py, dense_loss.py.
 
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -79,7 +80,23 @@ def graph(function: Callable[..., Any], constants: tuple[Any, ...], _threads: in
     options = dict(OPTIONS)  # of which torch.compile takes some out
     if hasattr(config, "deterministic"):  # since torch 2.10
         options["deterministic"] = True  # sums in the order of one fixed kernel, not of the one that was quicker today
-    return torch.compile(call, fullgraph=True, dynamic=False, options=options)
+    return first_call_alone(torch.compile(call, fullgraph=True, dynamic=False, options=options))
+
+
+def first_call_alone(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Threads that come together would each compile it."""
+    lock, warm = threading.Lock(), False
+
+    def wait_for_first(*arguments: Any) -> Any:
+        nonlocal warm
+        if warm:
+            return call(*arguments)
+        with lock:
+            found = call(*arguments)
+            warm = True
+        return found
+
+    return wait_for_first
 
 
 _numbers = itertools.count()

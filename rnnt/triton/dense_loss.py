@@ -59,7 +59,8 @@ def _(
     logits, targets, encoder_lengths, target_lengths, blank, rows, log_softmax, fastemit_lambda, clamp, with_gradient
 ):  # type: ignore[no-untyped-def]
     kept = rows if with_gradient else 0
-    return tuple(logits.new_empty(size, dtype=torch.float32) for size in (logits.shape[0], kept, kept, rows))
+    found = (logits.new_empty(size, dtype=torch.float32) for size in (logits.shape[0], kept, kept))
+    return *found, logits.new_empty(rows, dtype=torch.float64)
 
 
 @torch.library.custom_op("rnnt::triton_logits_bwd", mutates_args=())

@@ -11,7 +11,8 @@ With w_blank and w_label the weights of the two arcs (occupancies, at the scale 
     d_bias     = sum over rows of d_logits
 
 weight [V, H], hidden [rows, H padded] and d_logits [tile, V padded] in the compute dtype; logp_blank, logp_label,
-lse [N] float32; products and sums in float32.  Padded classes have logits of -inf, and so probability 0.
+lse [N], float32, or float64 where products are float32 and an ulp of it is more than the log-probability of a
+near-certain class may be off; products and sums in float32.  Padded classes have logits of -inf, and so probability 0.
 
 Forward, one launch: a program computes the hidden rows of one block (joint.py), which stay in the cache, and goes
 through all classes with a running maximum and sum of exponentials; logits stay in registers.  The backward kernel
@@ -34,7 +35,7 @@ from rnnt.triton.joint import locate, write_hidden
 from rnnt.triton.launch import Launch, launch
 from rnnt.triton.operands import Operands, blocks_of
 
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x LOG2_E): one multiply-add with a subtraction
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x LOG2_E)
 
 
 @triton.jit
@@ -51,7 +52,7 @@ def class_bias(bias_ptr, offs_v, classes, BIAS: tl.constexpr):
 @triton.jit
 def score_classes(
     hidden_ptrs, weight, bias_ptr, logits_ptr,
-    highest_log2, total, blank_logit, label_logit,
+    highest, total, blank_logit, label_logit,
     row, mask_row, label, v, blank, padded_features, classes, padded_classes,
     BIAS: tl.constexpr, KEEP_LOGITS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -72,14 +73,14 @@ def score_classes(
         mask_kept = mask_row[:, None] & (offs_v < classes)[None, :]
         tl.store(logits_ptr + offs_kept, kept, mask=mask_kept)
         logits = kept.to(tl.float32)  # the loss is that of the logits which the backward pass sees
-    higher_log2 = tl.maximum(highest_log2, tl.max(logits, axis=1) * LOG2_E)
-    finite_log2 = tl.where(higher_log2 == float("-inf"), 0.0, higher_log2)  # -inf - -inf is NaN
-    total = total * tl.exp2(highest_log2 - finite_log2)
-    total += tl.sum(tl.exp2(logits * LOG2_E - finite_log2[:, None]), axis=1)
+    higher = tl.maximum(highest, tl.max(logits, axis=1))
+    finite = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf is NaN
+    total = total * tl.exp2((highest - finite) * LOG2_E)
+    total += tl.sum(tl.exp2((logits - finite[:, None]) * LOG2_E), axis=1)
     label_logit += tl.sum(tl.where(offs_v[None, :] == label[:, None], logits, 0.0), axis=1)
     if (blank >= v) & (blank < v + BLOCK_V):
         blank_logit += tl.sum(tl.where((offs_v == blank)[None, :], logits, 0.0), axis=1)
-    return higher_log2, total, blank_logit, label_logit
+    return higher, total, blank_logit, label_logit
 
 
 @triton.jit(do_not_specialize=["utterances", "search_steps", "labels", "blank", "drop_threshold"])
@@ -118,7 +119,7 @@ def log_probs_fwd_kernel(
             ACTIVATION, DROPOUT, TAIL == 1, JOINT_H,
         )  # fmt: skip
         tl.debug_barrier()  # all threads read what all have written
-        highest_log2 = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+        highest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_ROWS], tl.float32)
         blank_logit = tl.zeros([BLOCK_ROWS], tl.float32)
         label_logit = tl.zeros([BLOCK_ROWS], tl.float32)
@@ -129,25 +130,26 @@ def log_probs_fwd_kernel(
                 kept = last_logit.to(logits_ptr.dtype.element_ty)
                 tl.store(logits_ptr + row * padded_classes + whole_classes, kept, mask=mask_row)
                 last_logit = kept.to(tl.float32)
-            highest_log2 = last_logit * LOG2_E
+            highest = last_logit
             total = tl.where(last_logit == float("-inf"), 0.0, 1.0)
             blank_logit = tl.where(blank == whole_classes, last_logit, 0.0)
             label_logit = tl.where(label == whole_classes, last_logit, 0.0)
         for v in range(0, whole_classes, BLOCK_V):
-            highest_log2, total, blank_logit, label_logit = score_classes(
+            highest, total, blank_logit, label_logit = score_classes(
                 hidden_ptrs, weight, bias_ptr, logits_ptr,
-                highest_log2, total, blank_logit, label_logit,
+                highest, total, blank_logit, label_logit,
                 row, mask_row, label, v, blank, padded_features, classes, padded_classes,
                 BIAS, KEEP_LOGITS, PRECISION, WIDEN, BLOCK_ROWS, BLOCK_V, BLOCK_H,
             )  # fmt: skip
         if TAIL > 1:
-            highest_log2, total, blank_logit, label_logit = score_classes(
+            highest, total, blank_logit, label_logit = score_classes(
                 hidden_ptrs, weight_tail, bias_ptr, logits_ptr,
-                highest_log2, total, blank_logit, label_logit,
+                highest, total, blank_logit, label_logit,
                 row, mask_row, label, whole_classes, blank, padded_features, classes, padded_classes,
                 BIAS, KEEP_LOGITS, PRECISION, WIDEN, BLOCK_ROWS, TAIL, BLOCK_H,
             )  # fmt: skip
-        lse = (highest_log2 + tl.log2(tl.where(total == 0, 1.0, total))) / LOG2_E  # -inf where every logit is
+        rest = tl.log2(tl.where(total == 0, 1.0, total)) / LOG2_E  # total is 0 where every logit is -inf, as lse is
+        lse = highest.to(lse_ptr.dtype.element_ty) + rest
         tl.store(lse_ptr + row, lse, mask=mask_row)
         tl.store(logp_blank_ptr + row, blank_logit - lse, mask=mask_row)
         tl.store(logp_label_ptr + row, tl.where(label >= 0, label_logit - lse, 0.0), mask=mask_row)
@@ -226,6 +228,17 @@ def block_logits(
     return logits
 
 
+@triton.jit
+def logits_minus_lse(logits, lse):
+    """In float32; a float64 lse is subtracted in two parts."""
+    lse = tl.where(lse == float("-inf"), 0.0, lse)
+    coarse = lse.to(tl.float32)
+    difference = logits - coarse
+    if lse.dtype == tl.float64:
+        difference -= (lse - coarse).to(tl.float32)
+    return difference
+
+
 @triton.jit(do_not_specialize=["first", "blank", "blocks_v"])
 def log_probs_bwd_kernel(
     first: tl.int64,
@@ -268,8 +281,7 @@ def log_probs_bwd_kernel(
             hidden, weight, bias_ptr, local, v, padded_features, classes,
             BIAS, PRECISION, WIDEN, BLOCK_ROWS, BLOCK_V, BLOCK_H,
         )  # fmt: skip
-    lse = tl.where(lse == float("-inf"), 0.0, lse)
-    gradient = (w_blank + w_label)[:, None] * tl.exp2((logits - lse[:, None]) * LOG2_E)  # [BLOCK_ROWS, BLOCK_V]
+    gradient = (w_blank + w_label)[:, None] * tl.exp2(logits_minus_lse(logits, lse[:, None]) * LOG2_E)
     gradient -= tl.where(offs_v[None, :] == label[:, None], w_label[:, None], 0.0)
     if (blank >= v) & (blank < v + BLOCK_V):
         gradient -= tl.where((offs_v == blank)[None, :], w_blank[:, None], 0.0)

@@ -5,7 +5,8 @@
                  clamped to [-clamp, clamp] when clamp > 0, then times the utterance's upstream gradient
 
 Without log_softmax the scores are log-probabilities already: lse is 0 and d_logits has its last two terms only.
-logp_blank, logp_label, lse, weights [N] float32.  Offsets are int64: B T U1 V passes 2^31 in ordinary training.
+logp_blank, logp_label, weights [N] float32; lse [N] float64, as an ulp of float32 is more than the log-probability of a
+near-certain class may be off.  Offsets are int64: B T U1 V passes 2^31 in ordinary training.
 Before: layout.py.  After: lattice.py.
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from rnnt.triton.config import configs, power_of_2
 from rnnt.triton.joint import locate
 from rnnt.triton.launch import launch
+from rnnt.triton.log_probs import logits_minus_lse
 
 
 @triton.jit
@@ -55,7 +57,7 @@ def logits_fwd_kernel(
         top = tl.max(highest, axis=0)
         finite_top = tl.where(top == float("-inf"), 0.0, top)
         sum_exp = tl.sum(total * tl.exp(highest - finite_top), axis=0)
-        lse = top + tl.log(tl.where(sum_exp == 0, 1.0, sum_exp))  # -inf where every score is
+        lse = top.to(tl.float64) + tl.log(tl.where(sum_exp == 0, 1.0, sum_exp))  # -inf where every score is
     blank_score = tl.load(base_ptr + blank * stride_v).to(tl.float32)
     label_score = tl.load(base_ptr + label * stride_v, mask=label >= 0, other=0.0).to(tl.float32)
     tl.store(logp_blank_ptr + row, blank_score - lse)
@@ -66,10 +68,11 @@ def logits_fwd_kernel(
 def logits_fwd(
     logits: Tensor, targets: Tensor, offsets: Tensor, target_lengths: Tensor, blank: int, log_softmax: bool, rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """logp_blank, logp_label, lse [N] float32 of logits [B, T, U1, V]."""
+    """logp_blank, logp_label [N] float32 and lse [N] float64 of logits [B, T, U1, V]."""
     utterances, _, columns, classes = logits.shape
     config = configs(torch.float32).logits
-    logp_blank, logp_label, lse = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
+    logp_blank, logp_label = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
+    lse = torch.empty(rows, dtype=torch.float64, device=logits.device)
     launch(
         logits_fwd_kernel, (rows,),
         logits, targets, offsets, target_lengths,
@@ -100,7 +103,6 @@ def logits_bwd_kernel(
     row = tl.where(inside, tl.load(offsets_ptr + b) + t * row_columns + u, 0)
     label = tl.where(inside, row_label(b, u, row_columns, targets_ptr, labels), -1)
     lse = tl.load(lse_ptr + row)
-    lse = tl.where(lse == float("-inf"), 0.0, lse)
     w_blank = tl.load(weight_blank_ptr + row)
     w_label = tl.load(weight_label_ptr + row)
     upstream = tl.load(upstream_ptr + b)
@@ -114,7 +116,7 @@ def logits_bwd_kernel(
         if LOG_SOFTMAX:
             offs = offs_v.to(tl.int64) * stride_v
             x = tl.load(base_ptr + offs, mask=offs_v < readable, other=float("-inf")).to(tl.float32)
-            d_logits += (w_blank + w_label) * tl.exp(x - lse)
+            d_logits += (w_blank + w_label) * tl.exp(logits_minus_lse(x, lse))
         d_logits -= tl.where(offs_v == blank, w_blank, 0.0)
         d_logits -= tl.where(offs_v == label, w_label, 0.0)
         if CLAMP:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rnnt.problem import Alignment, JointProblem
+from rnnt.problem import Alignment, JointProblem, lse_dtype
 from rnnt.scale import scale_of
 from rnnt.triton.config import ceil_to, configs
 from rnnt.triton.joint import joint_bwd, joint_fwd
@@ -96,9 +96,10 @@ def _operands(
 
 
 def _score(x: Operands, tile_rows: int, keep_logits: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logp_blank, logp_label, lse [rows] float32; logits [rows, V padded] when kept, else empty."""
-    rows = x.alignment.rows
-    logp_blank, logp_label, lse = (torch.empty(rows, dtype=torch.float32, device=x.weight.device) for _ in range(3))
+    """logp_blank, logp_label [rows] float32, lse [rows]; logits [rows, V padded] when kept, else empty."""
+    rows, device = x.alignment.rows, x.weight.device
+    logp_blank, logp_label = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
+    lse = torch.empty(rows, dtype=lse_dtype(x.weight.dtype), device=device)
     logits = x.weight.new_empty((rows if keep_logits else 0, x.padded_classes))
     log_probs_fwd(x, tile_rows, logp_blank, logp_label, lse, logits if keep_logits else None)
     return logp_blank, logp_label, lse, logits
@@ -149,7 +150,7 @@ def _(
         encoder.new_empty(encoder.shape[0], dtype=torch.float32),
         encoder.new_empty(kept, dtype=torch.float32),
         encoder.new_empty(kept, dtype=torch.float32),
-        encoder.new_empty(rows, dtype=torch.float32),
+        encoder.new_empty(rows, dtype=lse_dtype(dtype)),
         targets.new_empty(encoder.shape[0] + 1, dtype=torch.int64),
         encoder.new_empty((kept if untiled else 0, padded), dtype=dtype),
     )
@@ -186,7 +187,7 @@ def _(
     return (
         encoder.new_empty((utterances, frames, columns), dtype=torch.float32),
         encoder.new_empty((utterances, frames, columns - 1), dtype=torch.float32),
-        encoder.new_empty(rows, dtype=torch.float32),
+        encoder.new_empty(rows, dtype=lse_dtype(dtype)),
         targets.new_empty(utterances + 1, dtype=torch.int64),
         encoder.new_empty((rows if untiled else 0, padded), dtype=dtype),
     )

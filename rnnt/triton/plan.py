@@ -1,12 +1,12 @@
 """Peak memory of one training call: a tile of live rows, the sums of the gradients, a few numbers a row.
 
 Bytes, with N rows, R rows of a tile, P rows of hidden that the forward pass works on at once, V and H padded, s bytes
-of the compute dtype, i bytes of a row's index (4, past 2^31 rows 8), G shares of the weight's gradient and K blocks of
-rows in a tile, the shares of the bias's.  The largest of
+of the compute dtype, l of lse (4, float32: 8), i of a row's index (4, past 2^31 rows 8), G shares of the weight's
+gradient and K blocks of rows in a tile, the shares of the bias's.  The largest of
 
-    scores     12 N + P H s                     blank, label, lse; hidden
-    lattice    36 N                             the same, alpha and beta in float64, two occupancies
-    backward   12 N + 2 i N + B T H s + 4 (B U1 H + G V H + K V) + R (H + V) s + 16 R
+    scores     (8 + l) N + P H s                blank, label, lse; hidden
+    lattice    (32 + l) N                       the same, alpha and beta in float64, two occupancies
+    backward   (8 + l) N + 2 i N + B T H s + 4 (B U1 H + G V H + K V) + R (H + V) s + 16 R
                                                 lse and occupancies; live rows; gradients and their sums; a tile
     finish     the same without the tile, + 4 V H + (B U1 H + V H + V) s
 
@@ -14,7 +14,7 @@ each with the logits N V s where they are kept, and a copy of the output layer w
 Before: rnnt/plan.py.  Beside: loss.py, whose tensors these are.
 """
 
-from rnnt.problem import JointProblem
+from rnnt.problem import JointProblem, lse_dtype
 from rnnt.triton.config import cdiv
 from rnnt.triton.live_rows import index_type
 from rnnt.triton.log_probs import forward_programs
@@ -43,16 +43,17 @@ def plan(problem: JointProblem, multiprocessors: int = 132) -> tuple[int | None,
     bias = 0 if problem.linear_bias is None else x.padded_classes
     sums = states + weight_shares(x) * layer + cdiv(tile, x.configs.log_probs_bwd.block_rows) * bias
     index = 2 * index_type(rows).itemsize
+    kept_numbers = 2 * FLOAT32 + lse_dtype(problem.compute_dtype).itemsize  # of a row
     running = {
-        "rows": (3 * FLOAT32 + index) * rows,
+        "rows": (kept_numbers + index) * rows,
         "sums of gradients": FLOAT32 * sums,
         "gradients": problem.encoder.numel() * narrow,
     }
     workspace = tile * (x.padded_features + x.padded_classes) * narrow + 16 * tile
     results = (states + problem.linear_weight.numel() + bias) * narrow
     moments = [
-        {"rows": 3 * FLOAT32 * rows, "tile workspace": working * x.padded_features * narrow},
-        {"rows": 5 * FLOAT32 * rows, "lattice": 2 * 8 * rows},
+        {"rows": kept_numbers * rows, "tile workspace": working * x.padded_features * narrow},
+        {"rows": (kept_numbers + 2 * FLOAT32) * rows, "lattice": 2 * 8 * rows},
         running | {"tile workspace": workspace},
         running | {"gradients": running["gradients"] + results, "tile workspace": FLOAT32 * layer},
     ]
