@@ -140,6 +140,8 @@ def train(name: str, utterances: list[Utterance], options: argparse.Namespace) -
         bf16=options.bf16, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, seed=options.seed,
         use_cpu=options.device == "cpu",
     )  # fmt: skip
+    # On several GPUs Trainer would take torch.nn.DataParallel, under which the model's own loss fails.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
     trainer = Trainer(model=model, args=arguments, data_collator=collate, train_dataset=utterances)
     trainer.remove_callback(PrinterCallback)
     start = time.perf_counter()

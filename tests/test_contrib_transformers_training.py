@@ -57,6 +57,7 @@ def train(model, folder, place, **options):
         lr_scheduler_type="constant", logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
         dataloader_pin_memory=False, use_cpu=place.device == "cpu", seed=1, **options,
     )  # fmt: skip
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # see examples/huggingface.py
     trainer = Trainer(
         model=model, args=arguments, data_collator=collate, train_dataset=utterances(8), eval_dataset=utterances(3)
     )
@@ -176,6 +177,8 @@ def test_two_processes(tmp_path):
 def test_guide(tmp_path, monkeypatch):
     """The code of docs/huggingface.md, one block after the other."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    gpus = min(torch.cuda.device_count(), 1)  # Trainer takes all that it sees
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     blocks = re.findall(
