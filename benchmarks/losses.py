@@ -57,7 +57,12 @@ def torchaudio_loss(joint: rnnt.RNNTJointLoss, encoder: Tensor, predictor: Tenso
         raise Refused(f"over {TORCHAUDIO_SCORES:,} scores, torchaudio's last index")
     integers = (x.int() for x in (batch.targets, batch.encoder_lengths, batch.target_lengths))
     logits = joint.logits(encoder[:, :, None], predictor[:, None])  # [B, T, U1, V]
-    return importlib.import_module("torchaudio").functional.rnnt_loss(logits.float(), *integers)
+    try:
+        return importlib.import_module("torchaudio").functional.rnnt_loss(logits.float(), *integers)
+    except RuntimeError as error:
+        if '"aten::empty_like"' in str(error):  # torchaudio 2.11 does not pass PyTorch's reason on
+            raise torch.OutOfMemoryError("torchaudio could not allocate") from error
+        raise
 
 
 def dense_loss(joint: rnnt.RNNTJointLoss, encoder: Tensor, predictor: Tensor, batch: Batch) -> Tensor:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What needs a GPU, in one run: tests/gpu.sh OUT [STAGE ...]; without stages all of them, in this order:
 #   tests     pytest -m gpu; beside it `rnnt check` and the example on each backend (some 170 s on 16 cores)
-#   target    every backend at the target shape, tiled and untiled: OUT/target.json, OUT/target-reference.json (60 s)
-#   shapes    the other shapes, tiled: OUT/shapes.json (triton), OUT/shapes-compiled.json
+#   target    every backend at the shapes target and speech, tiled and untiled: OUT/target.json, OUT/target-reference.json
+#   shapes    every shape, tiled, on triton and compiled: OUT/shapes.json (125 s)
 #   graph     triton's steps from a CUDA graph: OUT/graph.json
 #   exact     triton with no row left out of the backward pass: OUT/exact.json
 #   sharp     triton with an output layer eight times as sharp: OUT/sharp.json
@@ -20,7 +20,7 @@ shift
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD
 bench=("$python" -m pytest tests/benchmarks -q -p no:cacheprovider)
-shapes=(--rnnt-shape target-1025 --rnnt-shape ragged --rnnt-shape small --rnnt-shape long --rnnt-shape bigvocab)
+shapes=(--rnnt-shape target --rnnt-shape target-1025 --rnnt-shape ragged --rnnt-shape small --rnnt-shape long --rnnt-shape bigvocab)
 shapes+=(--rnnt-shape speech)
 failed=()
 
@@ -49,32 +49,31 @@ tests() {
 }
 
 target() {
-    stage target "${bench[@]}" --rnnt-shape target --rnnt-backend triton --rnnt-backend compiled \
+    local both=(--rnnt-shape target --rnnt-shape speech)
+    stage target "${bench[@]}" "${both[@]}" --rnnt-backend triton --rnnt-backend compiled \
         --benchmark-json "$out/target.json"
-    stage target-reference "${bench[@]}" --rnnt-shape target --rnnt-backend reference -k both --rnnt-rounds 3 \
+    stage target-reference "${bench[@]}" "${both[@]}" --rnnt-backend reference -k both --rnnt-rounds 3 \
         --benchmark-json "$out/target-reference.json"
 }
 
 shapes() {
-    local tiled=(--rnnt-tile-rows auto "${shapes[@]}")
-    stage shapes "${bench[@]}" "${tiled[@]}" --rnnt-backend triton --benchmark-json "$out/shapes.json"
-    stage shapes-compiled "${bench[@]}" "${tiled[@]}" --rnnt-backend compiled -k both \
-        --benchmark-json "$out/shapes-compiled.json"
+    stage shapes "${bench[@]}" "${shapes[@]}" --rnnt-tile-rows auto --rnnt-backend triton --rnnt-backend compiled -k both \
+        --benchmark-json "$out/shapes.json"
 }
 
 graph() {
-    stage graph "${bench[@]}" --rnnt-graph --rnnt-tile-rows auto --rnnt-shape target "${shapes[@]}" \
+    stage graph "${bench[@]}" --rnnt-graph --rnnt-tile-rows auto "${shapes[@]}" \
         --benchmark-json "$out/graph.json"
 }
 
 exact() {
     stage exact "${bench[@]}" --rnnt-occupancy-threshold 0 --rnnt-tile-rows auto --rnnt-backend triton -k both \
-        --rnnt-shape target "${shapes[@]}" --benchmark-json "$out/exact.json"
+        "${shapes[@]}" --benchmark-json "$out/exact.json"
 }
 
 sharp() {
     stage sharp "${bench[@]}" --rnnt-scores 8 --rnnt-tile-rows auto --rnnt-backend triton -k both \
-        --rnnt-shape target "${shapes[@]}" --benchmark-json "$out/sharp.json"
+        "${shapes[@]}" --benchmark-json "$out/sharp.json"
 }
 
 float32() {

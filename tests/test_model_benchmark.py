@@ -78,6 +78,21 @@ def test_subsampling_in_parts() -> None:
         torch.testing.assert_close(parts, whole)
 
 
+def test_torchaudio_runs_out_of_memory(full: Transducer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchaudio 2.11 says on a GPU only what it asked PyTorch for."""
+
+    def no_memory(*_: object) -> None:
+        raise RuntimeError('torch_call_dispatcher( "aten::empty_like", "", stack.data()) API call failed at ops.h')
+
+    monkeypatch.setitem(sys.modules, "torchaudio", SimpleNamespace(functional=SimpleNamespace(rnnt_loss=no_memory)))
+    with torch.device("meta"):
+        states = torch.empty(2, 3, FULL.hidden), torch.empty(2, 4, FULL.predictor)
+        lengths = torch.empty(2)
+        batch = SimpleNamespace(targets=torch.empty(2, 3), encoder_lengths=lengths, target_lengths=lengths)
+    with pytest.raises(torch.OutOfMemoryError, match="torchaudio"):
+        torchaudio_loss(full.joint, *states, batch)
+
+
 def test_torchaudio_has_an_end(full: Transducer) -> None:
     """Checked before anything is computed; 80 utterances of 20 s are below it."""
     states = torch.empty(83, 250, FULL.hidden, device="meta"), torch.empty(83, 101, FULL.predictor, device="meta")

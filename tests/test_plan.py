@@ -76,7 +76,7 @@ def test_measured_on_the_gpu(backend, dtype, tile_rows):
 def saved_peaks() -> list[object]:
     """(backend, sizes, dtype, rows, tile_rows, peak of the loss) of each benchmark."""
     found = []
-    for name in ("h200-target.json", "h200-shapes.json", "h200-shapes-compiled.json"):
+    for name in ("h200-target.json", "h200-shapes.json"):
         for record in json.loads((BENCHMARKS / name).read_text())["benchmarks"]:
             info = record["extra_info"]
             if info["pass"] != "both":
