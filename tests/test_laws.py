@@ -204,6 +204,29 @@ def test_any_strides(place):
     assert_budget(found, budget(batch, upstream))
 
 
+def test_planes_of_any_strides(place):
+    """As contiguous ones, which a compiled graph has seen before: a class of a log_softmax, expanded, and so on."""
+    B, T, U = 2, 5, 2
+    x = torch.randn(B, 2 * T, U + 1, 7, dtype=place.finest).log_softmax(-1).to(place.device)
+    lengths = torch.tensor([5, 4], device=place.device), torch.tensor([2, 1], device=place.device)
+
+    def found(blank: torch.Tensor, label: torch.Tensor) -> dict[str, torch.Tensor]:
+        leaves = blank.detach().requires_grad_(), label.detach().requires_grad_()
+        loss = rnnt.rnnt_loss_from_log_probs(*leaves, *lengths, reduction="none", backend=place.backend)
+        return {"loss": loss, **dict(zip(("blank", "label"), torch.autograd.grad(loss.sum(), leaves), strict=True))}
+
+    everything = (
+        x[:, :T, :, 0],
+        x[:, ::2, :, 1],
+        x[:, :T, :, 2].mT.contiguous().mT,
+        x[:1, :1, :1, 3].expand(B, T, U + 1),
+    )
+    for blank in everything:
+        label = x[:, :T, :U, 4]
+        expected = found(blank.contiguous(), label.contiguous())
+        assert_same_bits(found(blank, label), expected)
+
+
 def test_expanded_inputs(place):
     """Stride 0: one encoder frame for all, one predictor state for all; and an upstream gradient of stride 0."""
     batch = batch_at(place)

@@ -95,7 +95,7 @@ def losses_and_weights(
 
 
 def flat(plane: Tensor) -> Tensor:
-    return mark_dynamic(plane.flatten(), 0)
+    return mark_dynamic(plane.flatten().contiguous(), 0)  # flattened, a plane of every V-th element is a view still
 
 
 def sides_of(lengths: Tensor, frames: int, columns: int) -> Sides:
