@@ -14,6 +14,7 @@ Before: the user's model, or modules.py.  After: problem.py, validation.py, back
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -158,8 +159,8 @@ def joint_rnnt_loss(
         tile_rows=tile_rows, occupancy_threshold=occupancy_threshold, validate=validate,
     )  # fmt: skip
     chosen = choose(backend, problem)
-    if not getattr(chosen, "CHECKS_LATE", False):
-        problem = problem.checked()
+    if not getattr(chosen, "GUARDS_ITSELF", False):
+        problem = _guarded(problem)
     if problem.alignment.utterances == 0:
         return _reduce(_no_losses(*_joint_inputs(problem)), problem.alignment, reduction)
     with _without_autocast(problem.device.type):
@@ -192,7 +193,8 @@ def joint_log_probs(
         encoder, predictor, linear_weight, linear_bias, targets, encoder_lengths, target_lengths,
         activation=activation, dropout_p=dropout_p, blank=blank, fastemit_lambda=0.0, clamp=-1,
         tile_rows=tile_rows, occupancy_threshold=0.0, validate=validate,
-    ).checked()  # fmt: skip
+    )  # fmt: skip
+    problem = _guarded(problem)
     chosen = choose(backend, problem)
     alignment = problem.alignment
     if alignment.utterances == 0:
@@ -280,12 +282,11 @@ def _joint_problem(
         blank=check_blank(blank, classes), classes=classes, validate=validate,
     )  # fmt: skip
     seed = torch.randint(2**63 - 1, (1,), device=encoder.device) if dropout > 0 else None
-    encoder, predictor, linear_weight, *bias = differentiable_once(*inputs)
     return JointProblem(
         encoder=encoder,
         predictor=predictor,
         linear_weight=linear_weight,
-        linear_bias=bias[0] if bias else None,
+        linear_bias=linear_bias,
         alignment=alignment,
         activation=activation,
         dropout_p=dropout,
@@ -295,6 +296,18 @@ def _joint_problem(
         tile_rows=check_tile_rows(tile_rows),
         occupancy_threshold=check_occupancy_threshold(occupancy_threshold, dtype, bound),
         compute_dtype=dtype,
+    )
+
+
+def _guarded(problem: JointProblem) -> JointProblem:
+    """With lengths and labels found in range, and inputs whose gradients cannot be differentiated again."""
+    encoder, predictor, linear_weight, *bias = differentiable_once(*_joint_inputs(problem))
+    return replace(
+        problem.checked(),
+        encoder=encoder,
+        predictor=predictor,
+        linear_weight=linear_weight,
+        linear_bias=bias[0] if bias else None,
     )
 
 
@@ -315,7 +328,7 @@ def _align(
     lengths_name: str, encoder_lengths: Tensor, target_lengths: Tensor, *,
     blank: int, classes: int | None, validate: bool,
 ) -> Alignment:  # fmt: skip
-    """Check shapes and dtypes of the integer inputs, start to check their values (validate), and bring them to the
+    """Check shapes and dtypes of the integer inputs, say how to check their values (validate), and bring them to the
     anchor's device, contiguous and int64."""
     check_flag("validate", validate)
     check_integers("targets", targets, ("B", "U"))

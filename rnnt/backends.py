@@ -8,7 +8,8 @@ A backend is a package with the same five functions:
     logits_loss(LogitsProblem)         -> losses [B]
     log_probs_loss(LogProbsProblem)    -> losses [B]
 
-Lengths and labels have been checked; a package with CHECKS_LATE waits for that in its joint_loss (problem.checked()).
+Lengths and labels have been checked, and a second derivative raises; a package with GUARDS_ITSELF sees to both in its
+joint_loss.
 Backends never import one another.  A backend that was named is used or refused, never replaced; only "auto" chooses.
 Before: problem.py.  After: reference/, compiled/, triton/.
 """

@@ -6,6 +6,7 @@ inputs: with `create_graph=True` the gradient it returns carries a node that rai
 or not the upstream gradient was a constant.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,8 +34,12 @@ class _Once(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():  # no create_graph=True
             return gradients
-        inputs = ctx.saved_tensors
-        return tuple(None if g is None else _Raise.apply(g, *inputs) for g in gradients)  # each depends on all of them
+        return undifferentiable(gradients, ctx.saved_tensors)
+
+
+def undifferentiable(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """A backward pass's results under create_graph=True, as ones that raise when differentiated by an input."""
+    return tuple(None if g is None else _Raise.apply(g, *inputs) for g in gradients)
 
 
 def differentiable_once(*inputs: Tensor) -> list[Tensor]:

@@ -1,9 +1,8 @@
 """Checks of the values a problem is built on: lengths and labels.
 
 Reading them from an accelerator costs one host sync, from the CPU none; `validate=False` skips the checks.  The number
-of valid rows N comes out of it as a Python int.  The values are on their way from the moment a Check is made, so that a
-backend may have the device at work before it waits for them.  Inside a graph that torch.compile captures, the same
-check runs as one opaque operator.  Before: api.py.  After: layout.py.
+of valid rows N comes out of it as a Python int.  Inside a graph that torch.compile captures, the same check runs as one
+opaque operator.  Before: api.py.  After: layout.py.
 """
 
 from dataclasses import dataclass
@@ -29,9 +28,9 @@ class Check:
     blank: int
     lengths_name: str = "encoder_lengths"
 
-    def __post_init__(self) -> None:
-        integers = [self.encoder_lengths, self.target_lengths]
-        self.values = HostValues(integers if self.classes is None else [*integers, self.targets])
+    @property
+    def on_host(self) -> bool:
+        return all(x.device.type == "cpu" for x in self._integers())
 
     def rows(self) -> int:
         """N, the number of valid lattice rows, after lengths and labels have been found in range.
@@ -40,7 +39,7 @@ class Check:
         """
         frames, classes = self.frames, self.classes
         utterances, labels = self.targets.shape
-        lengths, counts, *values = self.values.arrays()
+        lengths, counts, *values = host_values(self._integers())
         wrong_length, wrong_count = (lengths < 1) | (lengths > frames), (counts < 0) | (counts > labels)
         wrong_label = np.zeros((utterances, 0), dtype=bool)
         if classes is not None:
@@ -60,32 +59,18 @@ class Check:
             raise ValueError(f"targets[{b}, {u}]: expected {expected}, got {values[0][b, u]}")
         return int((lengths * (counts + 1)).sum())
 
+    def _integers(self) -> list[Tensor]:
+        lengths = [self.encoder_lengths, self.target_lengths]
+        return lengths if self.classes is None else [*lengths, self.targets]
 
-class HostValues:
-    """Integer tensors' values; those on an accelerator are on their way to the host together, without waiting."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors = tensors
-        self.arrived: torch.cuda.Event | None = None
-        away = [x.flatten() for x in tensors if x.device.type != "cpu"]
-        if away:
-            together = torch.cat(away)
-            pinned = together.device.type == "cuda"
-            self.host = torch.empty(len(together), dtype=together.dtype, pin_memory=pinned)
-            self.host.copy_(together, non_blocking=pinned)
-            if pinned:
-                with torch.cuda.device(together.device):
-                    self.arrived = torch.cuda.Event()
-                    self.arrived.record()
-
-    def arrays(self) -> list[np.ndarray]:
-        """int64; waits for them."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        away = [x for x in self.tensors if x.device.type != "cpu"]
-        fetched = iter(self.host.split([x.numel() for x in away]) if away else [])
-        found = (x if x.device.type == "cpu" else next(fetched).view(x.shape) for x in self.tensors)
-        return [x.long().numpy() for x in found]
+def host_values(tensors: list[Tensor]) -> list[np.ndarray]:
+    """Integer tensors' values, int64; those on an accelerator are fetched together."""
+    away = [x for x in tensors if x.device.type != "cpu"]
+    together = torch.cat([x.flatten() for x in away]).cpu() if away else torch.empty(0)
+    fetched = iter(together.split([x.numel() for x in away]))
+    found = (x if x.device.type == "cpu" else next(fetched).view(x.shape) for x in tensors)
+    return [x.long().numpy() for x in found]
 
 
 @torch.library.custom_op("rnnt::check_values", mutates_args=())

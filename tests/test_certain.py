@@ -46,6 +46,27 @@ def test_joint(place, tile_rows, shift, classes):
     assert_exact(loss, torch.autograd.grad(loss, bias)[0], classes)
 
 
+@pytest.mark.parametrize("classes", [33, 129])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_last_class_behind_whole_blocks(place, classes, seed):
+    """Its score near 64 is a sum over features, which rounds to the same number forwards and backwards."""
+    generator = torch.Generator().manual_seed(seed)
+    states, weight = torch.randn(1, 1, 256, generator=generator), torch.zeros(classes, 256)
+    weight[-1] = torch.randn(256, generator=generator)
+    hidden = states[0, 0].double().tanh()
+    weight[-1] *= (64.3 / (hidden @ weight[-1].double())).float()
+    bias = torch.cat([torch.tensor([54.0, 53.0]), torch.full((classes - 3,), 14.0), torch.zeros(1)])
+    right = -(weight.double() @ hidden + bias).softmax(0)[:-1].sum()
+    states, weight, bias = (x.to(place.device) for x in (states, weight, bias))
+    lengths = (x.to(place.device) for x in (NO_LABELS, ONE, ONE - 1))
+    loss = rnnt.joint_rnnt_loss(
+        states, torch.zeros_like(states), weight, *lengths, linear_bias=bias.requires_grad_(), blank=-1,
+        reduction="sum", backend=place.backend,
+    )  # fmt: skip
+    (gradient,) = torch.autograd.grad(loss, bias)
+    assert abs(gradient[-1].cpu().double() - right) <= ROUNDING
+
+
 @pytest.mark.parametrize("classes", CLASSES)
 @pytest.mark.parametrize("shift", SHIFTS)
 def test_planes(place, shift, classes):

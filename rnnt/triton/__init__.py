@@ -15,7 +15,7 @@ from rnnt.triton import dense_loss, loss
 
 Result = TypeVar("Result")
 
-CHECKS_LATE = True  # joint_loss waits for the check of lengths and labels when its first kernel is on its way
+GUARDS_ITSELF = True  # joint_loss checks lengths and labels while its first kernel runs, and refuses second derivatives
 
 
 def _on_its_gpu(entrance: Callable[[Any], Result]) -> Callable[[Any], Result]:

@@ -121,9 +121,12 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def class_blocks(classes: int, block_v: int) -> tuple[int, int]:
-    """How many classes go in whole blocks, and the size of a last, smaller block (0: none; 1: a single class)."""
+def class_blocks(classes: int, block_v: int, single: bool = True) -> tuple[int, int]:
+    """How many classes go in whole blocks, and the size of a last, smaller block (0: none; 1: a class by itself, where
+    the caller has a way for a single one)."""
     whole, rest = classes // block_v * block_v, classes % block_v
     if rest > block_v // 2:
         return whole + block_v, 0
-    return whole, max(power_of_2(rest), 16) if rest > 1 else rest
+    if rest == 0 or (rest == 1 and single):
+        return whole, rest
+    return whole, max(power_of_2(rest), 16)

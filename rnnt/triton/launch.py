@@ -35,7 +35,6 @@ class Launch:
             return
         if self.ready is None:
             names = self.kernel.arg_names[len(leading) :]
-            self.constants = [self.options[name] for name in names[len(self.arguments) :]]
             device = driver.active.get_current_device()
             kind = self._kind(names, device)
             if kind not in _compiled:
@@ -43,7 +42,10 @@ class Launch:
                 return
             stream = driver.active.get_current_stream(device)
             self.ready = functools.partial(_compiled[kind][self.grid], stream=stream)
-        self.ready(*leading, *self.arguments, *self.constants)
+            constants = [self.options[name] for name in names[len(self.arguments) :]]
+            # Triton would ask for a tensor's address, and the driver for its device, at every launch.
+            self.plain = [x.data_ptr() if isinstance(x, Tensor) else x for x in self.arguments] + constants
+        self.ready(*leading, *self.plain)
 
     def _kind(self, names: list[str], device: int) -> tuple[Any, ...]:
         """All that Triton compiles a kernel for: launches alike in it run the same code."""

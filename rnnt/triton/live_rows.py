@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rnnt.triton.config import cdiv, configs
+from rnnt.triton.host_copy import HostCopy
 from rnnt.triton.launch import launch
 
 
@@ -78,21 +79,14 @@ def live_rows(weight_blank: Tensor, weight_label: Tensor, threshold: float) -> t
 
 
 class LiveCount:
-    """The count [1] on its way to the host."""
+    """The count [1], known to the host once it has arrived there; in a CUDA graph never."""
 
     def __init__(self, count: Tensor) -> None:
         self.known: int | None = None
-        self.arrived: torch.cuda.Event | None = None
-        if not count.is_cuda:
-            self.known = int(count)
-        elif not torch.cuda.is_current_stream_capturing():
-            self.host = torch.empty(1, dtype=count.dtype, pin_memory=True)
-            self.host.copy_(count, non_blocking=True)
-            self.arrived = torch.cuda.Event()
-            self.arrived.record()
+        self.copy = None if count.is_cuda and torch.cuda.is_current_stream_capturing() else HostCopy(count)
 
     def end_before(self, first: int) -> bool:
         """Whether it is known that no live row is left from slot first on; never waits."""
-        if self.known is None and self.arrived is not None and self.arrived.query():
-            self.known = int(self.host)
+        if self.known is None and self.copy is not None and self.copy.has_arrived():
+            self.known = int(self.copy.host)
         return self.known is not None and self.known <= first

@@ -100,7 +100,8 @@ def log_probs_fwd_kernel(
     encoder and predictor states and the output layer, in blocks of BLOCK_V classes and a last one of TAIL.  Writes the
     rows' lse and two log-probabilities.
 
-    A single last class (TAIL 1) is scored along with the joint: a matrix product would take as long for it as for 64.
+    A single last class (TAIL 1, 16 bits) is scored along with the joint: a matrix product would take as long for it as
+    for 64, but would add in the order of the backward pass, whose rounding a near-certain class shows in float32.
     """
     count = tl.load(count_ptr)
     place = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -190,7 +191,7 @@ def log_probs_fwd(
     config, device = x.configs.log_probs_fwd, x.encoder.device
     programs = forward_programs(x, tile_rows)
     hidden = torch.empty((programs * config.block_rows, x.padded_features), dtype=x.weight.dtype, device=device)
-    whole, tail = class_blocks(x.classes, config.block_v)
+    whole, tail = class_blocks(x.classes, config.block_v, single=x.weight.dtype.itemsize == 2)
     launch(
         log_probs_fwd_kernel, (programs,),
         x.encoder, x.predictor, x.alignment.targets, x.offsets[-1:], x.offsets, x.alignment.target_lengths, x.seed,

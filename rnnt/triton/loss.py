@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rnnt.derivative import undifferentiable
 from rnnt.problem import Alignment, JointProblem, lse_dtype
 from rnnt.scale import scale_of
 from rnnt.triton.config import ceil_to, configs
+from rnnt.triton.host_copy import HostCopy
 from rnnt.triton.joint import joint_bwd, joint_fwd
 from rnnt.triton.lattice import losses_and_occupancies
 from rnnt.triton.live_rows import LiveCount, live_rows
@@ -38,7 +40,9 @@ UNCHECKED_ROWS = 2**21
 
 
 def joint_loss(problem: JointProblem) -> Tensor:
-    if _watched() or problem.tile_rows is None or problem.alignment.rows > UNCHECKED_ROWS:
+    alignment = problem.alignment
+    on_host = alignment.check is not None and alignment.check.on_host
+    if _watched() or on_host or problem.tile_rows is None or alignment.rows > UNCHECKED_ROWS:
         problem = problem.checked()
     arguments = (
         *_joint_arguments(problem), problem.fastemit_lambda, problem.clamp, problem.occupancy_threshold,
@@ -89,7 +93,7 @@ def _operands(
 ) -> Operands:  # fmt: skip
     alignment = Alignment(targets.contiguous(), encoder_lengths, target_lengths, blank, encoder.shape[1], rows)
     if offsets is None:
-        offsets, target_lengths = place_utterances(alignment)
+        offsets, target_lengths, _ = place_utterances(alignment)
         alignment = replace(alignment, target_lengths=target_lengths)
     weight, bias = aligned_rows(linear_weight, dtype), None if linear_bias is None else linear_bias.contiguous()
     return Operands(encoder, predictor, weight, bias, alignment, offsets, seed, activation, dropout_p)
@@ -302,7 +306,7 @@ def _joint_backward(
     ctx: Any, tensors: Sequence[Tensor], weight_blank: Tensor, weight_label: Tensor,
     lse: Tensor, offsets: Tensor, logits: Tensor, upstream: Tensor,
     fastemit_lambda: float, clamp: float, occupancy_threshold: float,
-) -> list[Tensor | None]:  # fmt: skip
+) -> Sequence[Tensor | None]:  # fmt: skip
     """Gradients of the four float inputs."""
     needed = [need and x is not None for need, x in zip(ctx.needs_input_grad[:4], tensors[:4], strict=True)]
     backward: Callable[..., tuple[Tensor, ...]] = joint_bwd_operator if _watched() else _backward
@@ -319,12 +323,16 @@ def _joint_loss_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
     ctx.options = inputs[15:18]
 
 
-def _joint_loss_backward(ctx: Any, d_losses: Tensor | None, *_: Any) -> tuple[Any, ...]:
+def _joint_loss_backward(ctx: Any, d_losses: Tensor | None, *_: Any, once: bool = False) -> tuple[Any, ...]:
+    """once: under create_graph=True, gradients are ones that raise when differentiated."""
     if d_losses is None:
         return (None,) * 19
     *tensors, weight_blank, weight_label, lse, offsets, logits = ctx.saved_tensors  # once: checkpointing allows no more
     kept = weight_blank, weight_label, lse, offsets, logits
-    return *_joint_backward(ctx, tensors, *kept, d_losses, *ctx.options), *(None,) * 15
+    gradients = _joint_backward(ctx, tensors, *kept, d_losses, *ctx.options)
+    if once and torch.is_grad_enabled():
+        gradients = undifferentiable(gradients, [x for x in tensors[:4] if x is not None])
+    return *gradients, *(None,) * 15
 
 
 joint_loss_operator.register_autograd(_joint_loss_backward, setup_context=_joint_loss_context)
@@ -342,18 +350,22 @@ class _JointLoss(torch.autograd.Function):
         elif alignment.check is None:
             results = _loss_forward(*arguments)
         else:
+            placed = place_utterances(alignment, alignment.check)
+            verdict = HostCopy(placed.verdict)
             tile_rows, dtype = arguments[12], arguments[14]
-            operands = (*arguments[:12], dtype)
+            operands = (*arguments[:6], placed.target_lengths, *arguments[7:12], dtype, placed.offsets)
             x = _operands(*operands)
             scores = _score(x, tile_rows, keep_logits=False)
-            rows = alignment.check.rows()  # the device is at work on the scores meanwhile
+            rows, *wrong = verdict.arrived().tolist()  # the device is at work on the scores meanwhile
+            if any(wrong):
+                alignment.check.rows()  # says what is wrong
             results = _losses(x, scores, rows, with_gradient=arguments[18])
         _joint_loss_context(ctx, inputs, results)
         return results
 
     @staticmethod
     def backward(ctx: Any, *d_results: Any) -> tuple[Any, ...]:
-        return *_joint_loss_backward(ctx, *d_results), None
+        return *_joint_loss_backward(ctx, *d_results, once=True), None
 
 
 def _joint_log_probs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -22,13 +22,12 @@ from rnnt.triton.operands import Operands, blocks_of
 def hidden_bwd_kernel(
     first: tl.int64,
     d_logits, weight, hidden, row_ptr, count_ptr, seed_ptr, scale_ptr,
-    d_pre,
     padded_classes, blocks_h, dropout_p, drop_threshold,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Owns BLOCK_ROWS live rows x BLOCK_H features of d_pre; reads d_logits rows, a slice of the output layer and
-    the same block of hidden (which d_pre may overwrite)."""
+    """Owns BLOCK_ROWS live rows x BLOCK_H features of hidden, which becomes d_pre; reads d_logits rows and a slice of
+    the output layer."""
     block_h = tl.program_id(0) % blocks_h
     local = tl.program_id(0) // blocks_h * BLOCK_ROWS
     start = first + local.to(tl.int64)
@@ -56,7 +55,7 @@ def hidden_bwd_kernel(
         gradient = d_hidden * activation_slope(y, ACTIVATION)
     if SCALE:
         gradient *= tl.load(scale_ptr)
-    d_pre.store([local, h], gradient.to(d_pre.dtype))
+    hidden.store([local, h], gradient.to(hidden.dtype))
 
 
 def hidden_bwd(
@@ -66,12 +65,10 @@ def hidden_bwd(
     where there is one, in place."""
     config = x.configs.hidden_bwd
     tile, blocks_h = hidden.shape[0], cdiv(x.padded_features, config.block_h)
-    hidden_blocks = blocks_of(hidden, config.block_rows, config.block_h)
     return Launch(
         hidden_bwd_kernel, (tile // config.block_rows * blocks_h,),
         blocks_of(d_logits, config.block_rows, config.block_v), blocks_of(x.weight, config.block_v, config.block_h),
-        hidden_blocks, row, count, x.seed, state_scale,
-        hidden_blocks,
+        blocks_of(hidden, config.block_rows, config.block_h), row, count, x.seed, state_scale,
         x.padded_classes, blocks_h, x.dropout_p, x.drop_threshold,
         ACTIVATION=x.activation, DROPOUT=x.dropout_p > 0, SCALE=state_scale is not None,
         PRECISION=precision(hidden.dtype), WIDEN=interpreted_dot(),
