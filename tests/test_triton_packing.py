@@ -6,11 +6,12 @@ import torch
 from rnnt.backends import interpreting
 from rnnt.problem import Alignment
 from rnnt.validation import Check
+from tests.support import gpu_mark
 
-pytestmark = pytest.mark.triton
+DEVICE = "cpu" if interpreting() else "cuda"
+pytestmark = [pytest.mark.triton, *gpu_mark(DEVICE)]
 
 
-@pytest.mark.skipif(not interpreting(), reason="on a GPU the tests of wrong values take this way")
 def test_the_kernel_that_checks_finds_what_the_host_does():
     """Lengths and labels at the edges of their ranges, and one past them; more labels than are read at a time."""
     from rnnt.triton.packing import place_utterances
@@ -36,8 +37,9 @@ def test_the_kernel_that_checks_finds_what_the_host_does():
             wrong.append(0)
         except ValueError:
             wrong.append(1)
-    check = Check(targets, encoder_lengths, target_lengths, frames, classes, blank)
-    alignment = Alignment(targets, encoder_lengths, target_lengths, blank, frames, 0)
+    integers = [x.to(DEVICE) for x in (targets, encoder_lengths, target_lengths)]
+    check = Check(*integers, frames, classes, blank)
+    alignment = Alignment(*integers, blank, frames, 0)
     rows, *found = place_utterances(alignment, check).verdict.tolist()
     assert found == wrong
     assert wrong[:12] == [1, 1, 1, 0, 1, 1, 0, 1, 0, 1, 1, 1]
