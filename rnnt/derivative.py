@@ -37,9 +37,11 @@ class _Once(torch.autograd.Function):
         return undifferentiable(gradients, ctx.saved_tensors)
 
 
-def undifferentiable(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """A backward pass's results under create_graph=True, as ones that raise when differentiated by an input."""
-    return tuple(None if g is None else _Raise.apply(g, *inputs) for g in gradients)
+def undifferentiable(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """A backward pass's results under create_graph=True, as ones that raise when differentiated by an input; upstream
+    gradients are inputs too, as loss weights may lie behind them."""
+    given = [x for x in inputs if x is not None]
+    return tuple(None if g is None else _Raise.apply(g, *given) for g in gradients)
 
 
 def differentiable_once(*inputs: Tensor) -> list[Tensor]:

@@ -66,3 +66,29 @@ def test_a_gradient_penalty_is_refused_even_beside_other_terms(place):
     (gradient,) = torch.autograd.grad(total, x, create_graph=True)
     with pytest.raises(RuntimeError, match=MESSAGE):
         torch.autograd.grad(gradient.sum(), x)
+
+
+@pytest.mark.parametrize("way", ["logits", "joint", "planes", "loss-from-planes"])
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside-others"])
+def test_by_the_weight_of_the_loss(place, way, beside):
+    """A gradient that depends on nothing but a factor of the loss, as where losses' weights are learned."""
+    weight = torch.ones((), device=place.device, dtype=place.finest, requires_grad=True)
+    if way == "logits":
+        x = sines(1, 2, 1, 3).to(place.device, place.finest).requires_grad_()
+        loss = losses(place, x)
+    else:
+        batch = j_p().cast(place.finest, place.device)
+        x = batch.encoder.requires_grad_()
+        options = {"linear_bias": batch.linear_bias, "blank": 0, "backend": place.backend}
+        if way == "joint":
+            loss = joint_loss(batch, reduction="sum", blank=0, backend=place.backend)
+        else:
+            planes = rnnt.joint_log_probs(*batch[:3], *batch[4:], **options)
+            if way == "planes":
+                loss = planes[0].sum() + planes[1].sum()
+            else:
+                loss = rnnt.rnnt_loss_from_log_probs(*planes, *batch[5:], reduction="sum", backend=place.backend)
+    total = weight * loss + (weight * x.pow(2).sum() if beside else 0)
+    (gradient,) = torch.autograd.grad(total, x, create_graph=True)
+    with pytest.raises(RuntimeError, match=MESSAGE):
+        torch.autograd.grad(gradient.pow(2).sum(), weight)

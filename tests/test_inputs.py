@@ -231,3 +231,14 @@ def test_autocast_leaves_float64_alone(place):
     with torch.autocast(place.device, torch.bfloat16):
         found = results(batch, **options_at(place))
     assert_same_bits(found, results(batch, **options_at(place)))
+
+
+def test_planes_of_a_single_node(place):
+    """T = 1 and U = 0: logp_label has no entry, and a gradient of its shape all the same."""
+    planes = [torch.full((2, 1, n), -0.5, dtype=place.finest, device=place.device).requires_grad_() for n in (1, 0)]
+    lengths = [torch.tensor(x, device=place.device) for x in ([1, 1], [0, 0])]
+    loss = rnnt.rnnt_loss_from_log_probs(*planes, *lengths, reduction="sum", backend=place.backend)
+    d_blank, d_label = torch.autograd.grad(loss, planes)
+    assert loss.item() == 1
+    assert d_blank.flatten().tolist() == [-1, -1]
+    assert d_label.shape == (2, 1, 0)

@@ -36,6 +36,7 @@ def log_likelihood(logp_blank: Tensor, logp_label: Tensor, alignment: Alignment)
     label_arcs = torch.where(inside[:, :-1], label[:, t[:, :-1], u[:-1]], -torch.inf).unbind(1)  # [B, U]
 
     alpha = torch.where(u == 0, 0.0, -torch.inf).double().expand(utterances, columns)
+    alpha = alpha + label[..., :0].sum()  # 0: logp_label is in the graph even with T = 1 and U = 0, and has a gradient
     alphas = [alpha]
     for blank_arc, label_arc in zip(blank_arcs[:-1], label_arcs[:-1], strict=True):
         stay = alpha + blank_arc  # (t-1, u) -> (t, u)

@@ -331,7 +331,7 @@ def _joint_loss_backward(ctx: Any, d_losses: Tensor | None, *_: Any, once: bool 
     kept = weight_blank, weight_label, lse, offsets, logits
     gradients = _joint_backward(ctx, tensors, *kept, d_losses, *ctx.options)
     if once and torch.is_grad_enabled():
-        gradients = undifferentiable(gradients, [x for x in tensors[:4] if x is not None])
+        gradients = undifferentiable(gradients, [*tensors[:4], d_losses])
     return *gradients, *(None,) * 15
 
 
@@ -373,7 +373,11 @@ def _joint_log_probs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Te
     _joint_context(ctx, inputs, lse.shape[0], *output[2:])
 
 
-def _joint_log_probs_backward(ctx: Any, d_blank: Tensor | None, d_label: Tensor | None, *_: Any) -> tuple[Any, ...]:
+def _joint_log_probs_backward(
+    ctx: Any, d_blank: Tensor | None, d_label: Tensor | None, *_: Any, once: bool = False
+) -> tuple[Any, ...]:
+    """once: as in _joint_loss_backward."""
+    given = d_blank, d_label
     if d_blank is None and d_label is None:
         return (None,) * 15
     *tensors, lse, offsets, logits = ctx.saved_tensors
@@ -389,7 +393,10 @@ def _joint_log_probs_backward(ctx: Any, d_blank: Tensor | None, d_label: Tensor 
         scale = scale_of(weight_blank, weight_label)
         upstream, weight_blank, weight_label = upstream * scale, weight_blank / scale, weight_label / scale
     weights = weight_blank, weight_label
-    return *_joint_backward(ctx, tensors, *weights, lse, offsets, logits, upstream, 0.0, 0.0, 0.0), *(None,) * 11
+    gradients = _joint_backward(ctx, tensors, *weights, lse, offsets, logits, upstream, 0.0, 0.0, 0.0)
+    if once and torch.is_grad_enabled():
+        gradients = undifferentiable(gradients, [*tensors[:4], *given])
+    return *gradients, *(None,) * 11
 
 
 joint_log_probs_operator.register_autograd(_joint_log_probs_backward, setup_context=_joint_log_probs_context)
@@ -402,4 +409,6 @@ class _JointLogProbs(torch.autograd.Function):
         _joint_log_probs_context(ctx, arguments, results)
         return results
 
-    backward = staticmethod(_joint_log_probs_backward)
+    @staticmethod
+    def backward(ctx: Any, *d_results: Any) -> tuple[Any, ...]:
+        return _joint_log_probs_backward(ctx, *d_results, once=True)
