@@ -73,8 +73,8 @@ class Placed(NamedTuple):
 
 
 def place_utterances(alignment: Alignment, check: Check | None = None) -> Placed:
-    """Of lengths that need not have been checked: they are clipped to what the tensors hold, so that log_probs_fwd, which
-    runs before a check's verdict is known, reads and writes nothing past these."""
+    """Of lengths that need not have been checked: they are clipped to what the tensors hold, so that log_probs_fwd,
+    which runs before a check's verdict is known, reads and writes nothing past these."""
     utterances = alignment.utterances
     numbers = alignment.encoder_lengths.new_empty(2 * utterances + 1 if check else utterances + 1)
     clipped = alignment.encoder_lengths.new_empty(utterances)
