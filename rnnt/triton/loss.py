@@ -7,8 +7,8 @@
 What lives through a tile: hidden [tile, H], in the backward pass also d_logits [tile, V].  What is kept from forward
 to backward: three numbers a row (lse and two occupancies; untiled: the logits too, in the compute dtype).
 Packed tensors have `rows` rows: N where the host knows it, else its bound B T U1.  No step waits for the device, but
-for the check of lengths and labels, which is on its way when the loss is called and waited for behind log_probs_fwd's
-launch.
+for the check of lengths and labels, which a kernel makes before log_probs_fwd and whose verdict is waited for behind
+the launch of that.
 Before: backends.py.
 """
 
