@@ -19,7 +19,8 @@ relative to each loss.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -314,6 +315,24 @@ def assert_same_bits(got: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
 
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+# PyTorch's switch for float32 products, by its older name and its newer one: on, off.
+TF32_SWITCHES = [
+    pytest.param(name, *values, id=name)
+    for name, values in (("allow_tf32", (True, False)), ("fp32_precision", ("tf32", "ieee")))
+    if hasattr(torch.backends.cuda.matmul, name)
+]
+
+
+@contextmanager
+def tf32_switched(name: str, value: bool | str) -> Iterator[None]:
+    before = getattr(torch.backends.cuda.matmul, name)
+    setattr(torch.backends.cuda.matmul, name, value)
+    try:
+        yield
+    finally:
+        setattr(torch.backends.cuda.matmul, name, before)
 
 
 def named_dtypes(*names: str) -> list[Any]:

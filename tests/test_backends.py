@@ -11,15 +11,19 @@ import torch
 import rnnt
 from tests.support import (
     DTYPES,
+    TF32_SWITCHES,
     Budget,
     assert_budget,
     at_places,
     budget_of,
     check_budget,
+    joint_budget,
     logits_budget,
     logits_results,
     on_gpu,
     ragged,
+    results,
+    tf32_switched,
     upstream_of,
     with_gradients,
 )
@@ -99,6 +103,22 @@ def test_joint(place, case):
     blank = case.options.get("blank", -1)
     batch = ragged(case.B, case.T, case.U, case.V, case.H, blank=blank, scale=case.scale)
     check_budget(place, batch, DTYPES[case.dtype], tile_rows=case.tile_rows, **case.options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", on_gpu("compiled", "triton"))
+@pytest.mark.parametrize(("name", "on", "off"), TF32_SWITCHES)
+def test_float32_follows_the_tf32_switch(backend, name, on, off):
+    """Products of the reference backend, and with them the budget, follow either name of the switch."""
+    batch = ragged(3, 150, 40, 1025, 640).cast(torch.float32, "cuda")
+    upstream = upstream_of(batch)
+    found = {}
+    for value in (off, on):
+        with tf32_switched(name, value):
+            found[value] = results(batch, upstream, backend=backend)
+            assert_budget(found[value], joint_budget(batch, upstream))
+    for tensor in ("loss", "d_linear_weight"):
+        assert not found[on][tensor].equal(found[off][tensor]), f"{tensor}: the same with TF32 and without"
 
 
 LOGITS_CPU = [Case(3, 17, 5, 37, 1, "fp32", None, {}), Case(3, 17, 5, 37, 1, "fp16", None, {"blank": 3, **REGULARISED})]

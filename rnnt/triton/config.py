@@ -97,7 +97,13 @@ def precision(dtype: torch.dtype) -> str:
     """tl.dot's input precision: float32 follows PyTorch's TF32 switch, at three TF32 products where that is off."""
     if dtype != torch.float32 or interpreting():
         return "ieee"
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    return "tf32" if tf32_allowed() else "tf32x3"
+
+
+def tf32_allowed() -> bool:
+    """PyTorch's switch: allow_tf32, which raises where its successor (torch 2.9) has been set."""
+    matmul = torch.backends.cuda.matmul
+    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
 
 
 def interpreted_dot() -> bool:
