@@ -107,13 +107,21 @@ def activation_slope(y, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def round_to_tf32(x):
+    """float32 x to the nearest number with 10 bits of fraction: tensor cores cut the others off, which errs to one side."""
+    bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
 def write_hidden(
     encoder_ptr, predictor_ptr, seed_ptr, hidden_ptr, class_ptr,
     row, b, t, u, mask_row, place,
     encoder_stride_b, encoder_stride_t, encoder_stride_h,
     predictor_stride_b, predictor_stride_u, predictor_stride_h,
     features, padded_features, dropout_p, drop_threshold,
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, CLASS: tl.constexpr, BLOCK_H: tl.constexpr,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, CLASS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Write hidden of packed rows (row, b, t, u: [rows] int64) to the rows `place` of hidden_ptr.
 
@@ -139,6 +147,8 @@ def write_hidden(
         if ACTIVATION == "sigmoid":  # the others are 0 at 0
             hidden = tl.where(mask, hidden, 0.0)
         hidden = hidden.to(hidden_ptr.dtype.element_ty)
+        if PRECISION == "tf32":
+            hidden = round_to_tf32(hidden)
         if CLASS:
             weight = tl.load(class_ptr + offs_h, mask=offs_h < features, other=0.0).to(tl.float32)
             product += tl.sum(hidden.to(tl.float32) * weight[None, :], axis=1)
@@ -160,7 +170,7 @@ def joint_fwd_kernel(
     encoder_stride_b, encoder_stride_t, encoder_stride_h,
     predictor_stride_b, predictor_stride_u, predictor_stride_h,
     utterances, search_steps, labels, frames, features, padded_features, dropout_p, drop_threshold,
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     PAD_ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Owns BLOCK_ROWS live rows of a tile; reads their encoder and predictor states; writes their hidden, next label
@@ -187,7 +197,7 @@ def joint_fwd_kernel(
         encoder_stride_b, encoder_stride_t, encoder_stride_h,
         predictor_stride_b, predictor_stride_u, predictor_stride_h,
         features, padded_features, dropout_p, drop_threshold,
-        ACTIVATION, DROPOUT, False, BLOCK_H,
+        ACTIVATION, DROPOUT, False, PRECISION, BLOCK_H,
     )  # fmt: skip
 
 
@@ -206,7 +216,7 @@ def joint_fwd(
         *x.encoder.stride(), *x.predictor.stride(),
         x.utterances, x.search_steps, x.columns - 1, x.frames, x.features, x.padded_features,
         x.dropout_p, x.drop_threshold,
-        ACTIVATION=x.activation, DROPOUT=x.dropout_p > 0,
+        ACTIVATION=x.activation, DROPOUT=x.dropout_p > 0, PRECISION=x.precision,
         PAD_ROWS=x.configs.pad_rows, BLOCK_ROWS=config.block_rows, BLOCK_H=config.block_h, num_warps=config.num_warps,
     )  # fmt: skip
 

@@ -30,8 +30,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rnnt.backends import interpreting
-from rnnt.triton.config import cdiv, class_blocks, interpreted_dot, precision
-from rnnt.triton.joint import locate, write_hidden
+from rnnt.triton.config import cdiv, class_blocks, interpreted_dot
+from rnnt.triton.joint import locate, round_to_tf32, write_hidden
 from rnnt.triton.launch import Launch, launch
 from rnnt.triton.operands import Operands, blocks_of
 
@@ -117,7 +117,7 @@ def log_probs_fwd_kernel(
             encoder_stride_b, encoder_stride_t, encoder_stride_h,
             predictor_stride_b, predictor_stride_u, predictor_stride_h,
             features, padded_features, dropout_p, drop_threshold,
-            ACTIVATION, DROPOUT, TAIL == 1, JOINT_H,
+            ACTIVATION, DROPOUT, TAIL == 1, PRECISION, JOINT_H,
         )  # fmt: skip
         tl.debug_barrier()  # all threads read what all have written
         highest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
@@ -203,7 +203,7 @@ def log_probs_fwd(
         x.features, x.padded_features, x.classes, x.padded_classes, whole,
         x.dropout_p, x.drop_threshold,
         ACTIVATION=x.activation, DROPOUT=x.dropout_p > 0, BIAS=x.bias is not None, KEEP_LOGITS=logits is not None,
-        PRECISION=precision(x.weight.dtype), WIDEN=interpreted_dot(),
+        PRECISION=x.precision, WIDEN=interpreted_dot(),
         BLOCK_ROWS=config.block_rows, BLOCK_V=config.block_v, TAIL=tail, BLOCK_H=config.block_h,
         JOINT_H=x.configs.joint_fwd.block_h,
         num_warps=config.num_warps, num_stages=config.num_stages,
@@ -291,7 +291,10 @@ def log_probs_bwd_kernel(
     gradient *= scale[:, None]
     if start + BLOCK_ROWS > count:
         gradient = tl.where(mask_row[:, None], gradient, 0.0)
-    d_logits.store([local, v], gradient.to(d_logits.dtype))
+    if PRECISION == "tf32":
+        d_logits.store([local, v], round_to_tf32(gradient))
+    else:
+        d_logits.store([local, v], gradient.to(d_logits.dtype))
     if D_BIAS:
         bias_ptrs = d_bias_ptr + block_row.to(tl.int64) * padded_classes + offs_v
         mask_v = offs_v < padded_classes
@@ -318,7 +321,7 @@ def log_probs_bwd(
         blocks_of(d_logits, config.block_rows, config.block_v), d_bias,
         x.alignment.blank, label_factor, clamp, x.padded_features, x.classes, x.padded_classes, blocks_v,
         CLAMP=clamp > 0, KEPT_LOGITS=logits is not None, BIAS=x.bias is not None, D_BIAS=d_bias is not None,
-        PRECISION=precision(hidden.dtype), WIDEN=interpreted_dot(),
+        PRECISION=x.precision, WIDEN=interpreted_dot(),
         BLOCK_ROWS=config.block_rows, BLOCK_V=config.block_v, BLOCK_H=config.block_h,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

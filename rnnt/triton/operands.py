@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from rnnt.backends import interpreting
 from rnnt.dropout import drop_threshold
 from rnnt.problem import Alignment
-from rnnt.triton.config import ceil_to, configs
+from rnnt.triton.config import ceil_to, configs, precision
 
 
 @dataclass
@@ -32,6 +32,7 @@ class Operands:
 
     def __post_init__(self) -> None:
         self.configs = configs(self.weight.dtype)
+        self.precision = precision(self.weight.dtype)
         self.utterances, self.frames, self.features = self.encoder.shape
         self.columns, self.classes = self.predictor.shape[1], self.weight.shape[0]
         self.padded_features = ceil_to(self.features, self.configs.pad_h)
@@ -57,13 +58,22 @@ def blocks_of(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def aligned_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight [V, H] in dtype, as the copy engine takes it: a view or a copy, each row at a multiple of 16 bytes."""
+    """weight [V, H] in dtype, as the copy engine takes it: a view or a copy, each row at a multiple of 16 bytes; where
+    products are TF32's, rounded to it."""
     weight = weight.to(dtype)
+    if precision(dtype) == "tf32":
+        weight = rounded_to_tf32(weight)
     if weight.stride(1) == 1 and weight.stride(0) % _granule(dtype) == 0 and weight.data_ptr() % 16 == 0:
         return weight
     classes, features = weight.shape
     aligned = weight.new_empty((classes, aligned_features(features, dtype)))[:, :features]
     return aligned.copy_(weight)
+
+
+def rounded_to_tf32(weight: Tensor) -> Tensor:
+    """What round_to_tf32 of joint.py does, on the host."""
+    bits = (weight.contiguous().view(torch.int32) + 0x1000).bitwise_and_(-0x2000)
+    return torch.where(weight.isfinite(), bits.view(torch.float32), weight)
 
 
 def aligned_features(features: int, dtype: torch.dtype) -> int:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rnnt.triton.config import cdiv, interpreted_dot, precision
+from rnnt.triton.config import cdiv, interpreted_dot
 from rnnt.triton.joint import activation_slope, keep_under_keys, row_keys, seed_keys
 from rnnt.triton.launch import Launch
 from rnnt.triton.operands import Operands, blocks_of
@@ -71,7 +71,7 @@ def hidden_bwd(
         blocks_of(hidden, config.block_rows, config.block_h), row, count, x.seed, state_scale,
         x.padded_classes, blocks_h, x.dropout_p, x.drop_threshold,
         ACTIVATION=x.activation, DROPOUT=x.dropout_p > 0, SCALE=state_scale is not None,
-        PRECISION=precision(hidden.dtype), WIDEN=interpreted_dot(),
+        PRECISION=x.precision, WIDEN=interpreted_dot(),
         BLOCK_ROWS=config.block_rows, BLOCK_V=config.block_v, BLOCK_H=config.block_h,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
@@ -130,7 +130,7 @@ def weight_bwd(x: Operands, d_logits: Tensor, hidden: Tensor, count: Tensor, d_w
         count,
         d_weight,
         hidden.shape[0], x.padded_features, x.padded_classes,
-        PRECISION=precision(hidden.dtype), WIDEN=interpreted_dot(),
+        PRECISION=x.precision, WIDEN=interpreted_dot(),
         BLOCK_ROWS=config.block_rows, BLOCK_V=config.block_v, BLOCK_H=config.block_h,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

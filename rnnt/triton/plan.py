@@ -10,7 +10,8 @@ gradient and K blocks of rows in a tile, the shares of the bias's.  The largest 
                                                 lse and occupancies; live rows; gradients and their sums; a tile
     finish     the same without the tile, + 4 V H + (B U1 H + V H + V) s
 
-each with the logits N V s where they are kept, and a copy of the output layer where its rows are not aligned.
+each with the logits N V s where they are kept, and a copy of the output layer where its rows are not aligned or
+products are TF32's.
 Before: rnnt/plan.py.  Beside: loss.py, whose tensors these are.
 """
 
@@ -65,6 +66,6 @@ def plan(problem: JointProblem, multiprocessors: int = 132) -> tuple[int | None,
 
 
 def _copied_features(x: Operands) -> int:
-    """Features of a row of the output layer's aligned copy; 0 where it needs none."""
+    """Features of a row of the output layer's copy, which is aligned or rounded to TF32; 0 where it needs none."""
     aligned = aligned_features(x.features, x.weight.dtype)
-    return 0 if aligned == x.features else aligned
+    return 0 if aligned == x.features and x.precision != "tf32" else aligned
