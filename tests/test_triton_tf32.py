@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from rnnt.backends import interpreting
-from tests.support import TF32_SWITCHES, ragged, results, tf32_switched, upstream_of
+from tests.support import TF32_SWITCHES, gpu_mark, ragged, results, tf32_switched, upstream_of
 
-pytestmark = pytest.mark.triton
+DEVICE = "cpu" if interpreting() else "cuda"
+pytestmark = [pytest.mark.triton, *gpu_mark(DEVICE)]
 config = pytest.importorskip("rnnt.triton.config")
 
 
@@ -39,12 +40,11 @@ class RoundedLinear(torch.autograd.Function):
         return rounded(d_logits) @ rounded(weight), rounded(d_rows).T @ rounded(rows), d_rows.sum(0)
 
 
-@pytest.mark.skipif(not interpreting(), reason="the GPU rounds by itself: test_backends.py")
 @pytest.mark.parametrize("tile_rows", [16, None], ids=["tiled", "untiled"])
 def test_operands_are_rounded_to_nearest(tile_rows, monkeypatch):
-    """Tensor cores cut off what TF32 has no room for, which errs to one side: it is rounded before.  The interpreter's
-    products are exact, so they are those of the rounded operands, up to the few that round to the other side."""
-    batch = ragged(3, 17, 5, 37, 24).cast(torch.float32, "cpu")
+    """Tensor cores cut off what TF32 has no room for, which errs to one side: it is rounded before.  Products are those
+    of the rounded operands, which float32 holds, up to the few that round to the other side."""
+    batch = ragged(3, 17, 5, 37, 24).cast(torch.float32, DEVICE)
     upstream, options = upstream_of(batch), {"activation": "relu", "tile_rows": tile_rows, "occupancy_threshold": 0}
     exact = results(batch, upstream, backend="triton", **options)
     monkeypatch.setattr("rnnt.triton.operands.precision", lambda dtype: "tf32")
