@@ -44,7 +44,7 @@ class RoundedLinear(torch.autograd.Function):
 def test_operands_are_rounded_to_nearest(tile_rows, monkeypatch):
     """Tensor cores cut off what TF32 has no room for, which errs to one side: it is rounded before.  Products are those
     of the rounded operands, which float32 holds, up to the few that round to the other side."""
-    batch = ragged(3, 17, 5, 37, 24).cast(torch.float32, DEVICE)
+    batch = ragged(2, 9, 4, 37, 24).cast(torch.float32, DEVICE)
     upstream, options = upstream_of(batch), {"activation": "relu", "tile_rows": tile_rows, "occupancy_threshold": 0}
     exact = results(batch, upstream, backend="triton", **options)
     monkeypatch.setattr("rnnt.triton.operands.precision", lambda dtype: "tf32")
