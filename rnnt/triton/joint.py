@@ -108,7 +108,8 @@ def activation_slope(y, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def round_to_tf32(x):
-    """float32 x with 10 bits of fraction, to nearest; tensor cores cut the others off, which errs to one side."""
+    """float32 x with 10 bits of fraction, to nearest; tensor cores cut the others off, which errs to one side (Triton
+    issue 4574)."""
     bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
     return tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), x)
 

@@ -291,10 +291,10 @@ def log_probs_bwd_kernel(
     gradient *= scale[:, None]
     if start + BLOCK_ROWS > count:
         gradient = tl.where(mask_row[:, None], gradient, 0.0)
+    rounded = gradient.to(d_logits.dtype)
     if PRECISION == "tf32":
-        d_logits.store([local, v], round_to_tf32(gradient))
-    else:
-        d_logits.store([local, v], gradient.to(d_logits.dtype))
+        rounded = round_to_tf32(rounded)
+    d_logits.store([local, v], rounded)
     if D_BIAS:
         bias_ptrs = d_bias_ptr + block_row.to(tl.int64) * padded_classes + offs_v
         mask_v = offs_v < padded_classes

@@ -29,7 +29,7 @@ from rnnt.triton.joint import joint_bwd, joint_fwd
 from rnnt.triton.lattice import losses_and_occupancies
 from rnnt.triton.live_rows import LiveCount, live_rows
 from rnnt.triton.log_probs import log_probs_bwd, log_probs_fwd
-from rnnt.triton.operands import Operands, aligned_rows
+from rnnt.triton.operands import Operands, weight_operand
 from rnnt.triton.output_layer import hidden_bwd, weight_bwd, weight_shares
 from rnnt.triton.packing import pack, place_utterances, unpack
 from rnnt.triton.tiles import backward_tile
@@ -95,7 +95,7 @@ def _operands(
     if offsets is None:
         offsets, target_lengths, _ = place_utterances(alignment)
         alignment = replace(alignment, target_lengths=target_lengths)
-    weight, bias = aligned_rows(linear_weight, dtype), None if linear_bias is None else linear_bias.contiguous()
+    weight, bias = weight_operand(linear_weight, dtype), None if linear_bias is None else linear_bias.contiguous()
     return Operands(encoder, predictor, weight, bias, alignment, offsets, seed, activation, dropout_p)
 
 

@@ -57,9 +57,9 @@ def blocks_of(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, [rows, columns])
 
 
-def aligned_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight [V, H] in dtype, as the copy engine takes it: a view or a copy, each row at a multiple of 16 bytes; where
-    products are TF32's, rounded to it."""
+def weight_operand(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight [V, H] in dtype, as the kernels take it: a view or a copy, each row at a multiple of 16 bytes, which the
+    copy engine asks for; rounded where products are TF32's."""
     weight = weight.to(dtype)
     if precision(dtype) == "tf32":
         weight = rounded_to_tf32(weight)
@@ -71,7 +71,7 @@ def aligned_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rounded_to_tf32(weight: Tensor) -> Tensor:
-    """What round_to_tf32 of joint.py does, on the host."""
+    """weight [V, H] float32 by round_to_tf32 of joint.py, once for a call, in place of once for each block read."""
     bits = (weight.contiguous().view(torch.int32) + 0x1000).bitwise_and_(-0x2000)
     return torch.where(weight.isfinite(), bits.view(torch.float32), weight)
 
