@@ -25,6 +25,7 @@ from rnnt.problem import (
     check_name,
     check_number,
     check_occupancy_threshold,
+    check_size,
     check_tile_rows,
 )
 
@@ -144,8 +145,8 @@ class RNNTJointLoss(nn.Module):
         self, encoder: Tensor, predictor: Tensor, targets: Tensor, encoder_lengths: Tensor, target_lengths: Tensor
     ) -> Tensor:
         return joint_rnnt_loss(
-            self.encoder_projection(encoder),
-            self.predictor_projection(predictor),
+            _projected("encoder", encoder, self.encoder_projection),
+            _projected("predictor", predictor, self.predictor_projection),
             self.output.weight,
             targets,
             encoder_lengths,
@@ -166,8 +167,15 @@ class RNNTJointLoss(nn.Module):
     def logits(self, encoder: Tensor, predictor: Tensor) -> Tensor:
         """[..., V] scores for decoding, without dropout: encoder [..., F_encoder] and predictor [..., F_predictor]
         broadcast against each other after projection."""
-        hidden = self.encoder_projection(encoder) + self.predictor_projection(predictor)
+        hidden = _projected("encoder", encoder, self.encoder_projection)
+        hidden = hidden + _projected("predictor", predictor, self.predictor_projection)
         return self.output(getattr(torch, self.activation)(hidden))
 
     def extra_repr(self) -> str:
         return f"{self.activation}, blank={self.blank}, reduction={self.reduction!r}, backend={self.backend!r}"
+
+
+def _projected(name: str, states: Tensor, projection: nn.Module) -> Tensor:
+    if isinstance(projection, nn.Linear) and isinstance(states, Tensor) and states.dim() > 0:
+        check_size(name, f"F_{name}", projection.in_features, states.shape[-1])
+    return projection(states)

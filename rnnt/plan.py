@@ -56,7 +56,7 @@ def plan(
     dtype: torch.dtype = torch.bfloat16,
     *,
     backend: str = "auto",
-    device: str | None = None,
+    device: torch.device | str | None = None,
     tile_rows: int | str | None = "auto",
     multiprocessors: int = 132,
 ) -> Plan:
@@ -66,7 +66,7 @@ def plan(
         B, T, U, V, H: utterances, frames, labels, vocabulary with blank, joint width.
         dtype: of the four float inputs, and so of the computation.
         backend: as in `joint_rnnt_loss`; "auto" on "cuda" is triton (float64: compiled), whether or not it is here.
-        device: "cuda" or "cpu"; None: cuda where there is one.
+        device: "cuda" or "cpu", with an index or without; None: cuda where there is one.
         tile_rows: as in `joint_rnnt_loss`.
         multiprocessors: of the GPU, to which triton's tiles are cut; 132 on H100 and H200.
 
@@ -80,9 +80,9 @@ def plan(
         if isinstance(count, bool) or not isinstance(count, int) or count < least:
             raise ValueError(f"{name}: expected an int >= {least}, got {count!r}")
     if dtype not in FLOAT_DTYPES:
-        raise TypeError(f"dtype: expected float16, bfloat16, float32 or float64, got {dtype}")
+        raise TypeError(f"dtype: expected float16, bfloat16, float32 or float64, got {dtype!r}")
     check_name("backend", backend, (*NAMES, "auto"))
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = str(device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]  # without an index
     check_name("device", device, DEVICES)
     tile_rows = check_tile_rows(tile_rows)
     if backend == "auto":

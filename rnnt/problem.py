@@ -138,6 +138,8 @@ def _check_plain(name: str, x: Tensor) -> None:
             f"{name}: expected a plain tensor, got a distributed one (DTensor); call fully_shard on RNNTJointLoss or "
             "on a module around it, not on its output layer, and call the loss within that module's forward"
         )
+    if x.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got {x.layout}")
 
 
 def check_float(name: str, x: Any, dims: tuple[str, ...], device: torch.device | None = None) -> None:

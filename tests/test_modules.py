@@ -132,6 +132,15 @@ def test_dropout_follows_the_mode():
     assert not torch.equal(module.train()(*batch[:2], *batch[4:]), plain)
 
 
+def test_states_of_another_size():
+    module = rnnt.RNNTJointLoss(6, 5, encoder_features=9, predictor_features=7, backend="reference")
+    batch = ragged(3, 5, 3, 5, 6).cast(torch.float32)
+    with pytest.raises(ValueError, match="encoder: expected F_encoder = 9, got 6"):
+        module(*batch[:2], *batch[4:])
+    with pytest.raises(ValueError, match="predictor: expected F_predictor = 7, got 6"):
+        module.logits(torch.randn(3, 9), torch.randn(3, 6))
+
+
 def test_ordinary_module(tmp_path):
     module = rnnt.RNNTJointLoss(6, 5, encoder_features=9, backend="reference")
     batch = ragged(3, 5, 3, 5, 6).cast(torch.float32)

@@ -138,9 +138,15 @@ def test_errors(sizes, options, message):
         rnnt.plan(*sizes, **options)
 
 
-def test_no_dtype():
-    with pytest.raises(TypeError, match="dtype: expected float16"):
-        rnnt.plan(1, 1, 1, 1, 1, torch.int64)
+@pytest.mark.parametrize("dtype", [torch.int64, "bfloat16"], ids=str)
+def test_no_dtype(dtype):
+    with pytest.raises(TypeError, match=f"dtype: expected float16, .* got {dtype!r}"):
+        rnnt.plan(1, 1, 1, 1, 1, dtype)
+
+
+def test_devices_by_index_and_by_object():
+    for device in ("cuda:0", torch.device("cuda"), torch.device("cuda", 1)):
+        assert rnnt.plan(1, 10, 2, 9, 8, device=device) == rnnt.plan(1, 10, 2, 9, 8, device="cuda")
 
 
 def test_command(capsys):

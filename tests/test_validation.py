@@ -156,6 +156,7 @@ TYPES = [
     (joint, {"encoder": None}, "encoder: expected a tensor [B, T, H], got NoneType"),
     (joint, {"encoder": torch.zeros(2, 4, 6, dtype=torch.int8)}, "encoder: expected float16, bfloat16, float32 or"),
     (joint, {"linear_bias": 0.5}, "linear_bias: expected a tensor [V], got float"),
+    (joint, {"linear_weight": torch.zeros(5, 6).to_sparse()}, "linear_weight: expected a dense tensor, got"),
     (joint, {"encoder_lengths": [4, 2]}, "encoder_lengths: expected an int32 or int64 tensor [B], got list"),
     (joint, {"encoder_lengths": torch.ones(2, dtype=torch.bool)}, f"encoder_lengths: {INTEGERS} torch.bool"),
     (joint, {"dropout_p": "0.1"}, "dropout_p: expected a number, got str"),
