@@ -80,7 +80,7 @@ def rnnt_loss(
         Negative log-likelihood in nats, [B] or scalar.  inf, with gradient 0, where every alignment has probability 0.
 
     Raises:
-        ValueError: a shape, length, label, name or number is out of range.  TypeError: a dtype is.
+        ValueError: a shape, length, label, name or number is out of range.  TypeError: a dtype or a layout is.
         ImportError: the named backend's package is missing.
     """
     check_float("logits", logits, ("B", "T", "U1", "V"))

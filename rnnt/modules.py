@@ -87,7 +87,8 @@ class RNNTJointLoss(nn.Module):
             validate: as in `rnnt.joint_rnnt_loss`; dropout is active in training mode only.
 
     forward(encoder [B, T, F_encoder], predictor [B, U1, F_predictor], targets [B, U], encoder_lengths [B],
-    target_lengths [B]) -> [B] or scalar.
+    target_lengths [B]) -> [B] or scalar.  Raises: as `rnnt.joint_rnnt_loss`; ValueError too where states are not of the
+    size that is to be projected.
     """
 
     def __init__(
