@@ -9,6 +9,8 @@ The Triton backend holds the same function in uint32 (rnnt/triton/joint.py).
 Mixing constants: the 2-round "lowbias32" search of C. Wellons, 2018.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -32,11 +34,15 @@ def drop_threshold(dropout_p: float) -> int:
     return min(round(dropout_p * 2**32), MASK32)
 
 
-def row_keys(seed: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-    """The two keys of each row, [...] int64 below 2^32.  seed [1] int64 in [0, 2^63), row [...] int64."""
-    key = mix(mix((seed + GOLDEN) & MASK32) ^ (seed >> 32))
+def row_keys(seed: Tensor, row: Tensor, held: Callable[[Tensor], Tensor] = lambda x: x) -> tuple[Tensor, Tensor]:
+    """The two keys of each row, [...] int64 below 2^32.  seed [1] int64 in [0, 2^63), row [...] int64.
+
+    held: what a compiler needs for not computing a value anew wherever it is used.
+    """
+    key = held(mix(held(mix((seed + GOLDEN) & MASK32)) ^ (seed >> 32)))
     low, high = row & MASK32, row >> 32
-    return mix((mix(low ^ key) + high) & MASK32), mix((mix(low ^ mix(key ^ SECOND_KEY)) + high) & MASK32)
+    first, second = (held(mix(low ^ k)) for k in (key, held(mix(key ^ SECOND_KEY))))
+    return held(mix((first + high) & MASK32)), held(mix((second + high) & MASK32))
 
 
 def keep_under_keys(key_1: Tensor, key_2: Tensor, features: int, dropout_p: float) -> Tensor:

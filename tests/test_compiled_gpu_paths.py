@@ -9,7 +9,7 @@ import torch
 
 from rnnt.compiled import lattice, loss
 from rnnt.compiled.joint import GatherSums, IndexSums, joint, utterance_spans
-from rnnt.compiled.tiles import LiveNodes, TileRows, all_nodes, blocks, live_nodes
+from rnnt.compiled.tiles import LiveNodes, all_nodes, live_nodes, look_up, tables_of, tiles_of
 from rnnt.problem import Alignment, JointProblem
 from tests.support import assert_budget, joint_budget, named_dtypes, ragged, ragged_lengths, results, upstream_of
 
@@ -63,18 +63,17 @@ def test_gathered_sums_are_those_of_index_add(dtype, needed, sizes, host_sync):
     constants = [torch.ones(sizes[0] * length, FEATURES, dtype=dtype) for length in (sizes[1], sizes[2] + 1)]
     for tile in (7, 64):
         ways = [way(live, alignment, tile, FEATURES, list(needed), dtype) for way in (IndexSums, GatherSums)]
+        tables = tables_of(alignment, keep=False, seed=None)
         with torch.no_grad():
-            number = 0
-            for block in blocks(alignment, live.node, tile):
-                for integers, valid in zip(block.integers, block.valid, strict=True):
-                    d_pre = torch.randn(tile, FEATURES, generator=generator, dtype=torch.float64)
-                    d_pre = (d_pre * valid[:, None]).to(dtype)
-                    for way in ways:
-                        anchors = way.anchors_of(number)
-                        with torch.enable_grad():
-                            pre = joint(*constants, anchors, TileRows(*integers), "relu", 0.0, dtype)
-                        way.add(number, integers, list(torch.autograd.grad(pre, anchors.leaves(), d_pre)))
-                    number += 1
+            for number, node in enumerate(tiles_of(alignment, live.node, tile, missing=-1)):
+                d_pre = torch.randn(tile, FEATURES, generator=generator, dtype=torch.float64)
+                d_pre = (d_pre * (node >= 0)[:, None]).to(dtype)
+                rows = look_up(tables, node.clamp(min=0))
+                for way in ways:
+                    anchors = way.anchors_of(number)
+                    with torch.enable_grad():
+                        pre = joint(*constants, anchors, rows, "relu", 0.0, dtype)
+                    way.add(number, node, list(torch.autograd.grad(pre, anchors.leaves(), d_pre)))
         for right, found in zip(*(way.results() for way in ways), strict=True):
             torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rnnt.compiled import lattice, log_probs
 from rnnt.compiled.log_probs import DenseTile
-from rnnt.compiled.tiles import TileRows, all_nodes, blocks, compiled, plane, static_size
+from rnnt.compiled.tiles import all_nodes, compiled, look_up, plane, static_size, tables_of, tiles_of
 from rnnt.problem import Alignment, LogitsProblem, LogProbsProblem, loss_dtype
 
 
@@ -59,10 +59,13 @@ class TileScores(NamedTuple):
 
 
 def _tiles(logits: Tensor, node: Tensor, size: int, alignment: Alignment) -> Iterator[TileScores]:
-    for block in blocks(alignment, node, size):
-        for integers, node, utterance, valid in zip(*block, strict=True):
-            t, u = node // alignment.columns % alignment.frames, node % alignment.columns
-            yield TileScores(logits[utterance, t, u].contiguous(), TileRows(*integers).label, node, utterance, valid)
+    tables = tables_of(alignment, keep=False, seed=None)
+    for tile in tiles_of(alignment, node, size, missing=-1):
+        there = tile.clamp(min=0)
+        rows = look_up(tables, there)
+        utterance, u = rows.frame // alignment.frames, rows.state % alignment.columns
+        t = rows.frame - utterance * alignment.frames
+        yield TileScores(logits[utterance, t, u].contiguous(), rows.label, there, utterance, tile >= 0)
 
 
 @torch.library.custom_op("rnnt::compiled_logits_loss", mutates_args=())

@@ -83,17 +83,21 @@ class IndexSums:
             for length, need in zip(lengths, needed, strict=True)
         ]
         zeros = torch.zeros((), dtype=dtype, device=live.node.device).expand(tile, features)
+        self.lengths = lengths
         self.anchors = Anchors(rows=zeros.requires_grad_()) if any(needed) else Anchors()
 
     def anchors_of(self, number: int) -> Anchors:
         """For tile `number` of the pass."""
         return self.anchors
 
-    def add(self, number: int, integers: Tensor, gradients: list[Tensor]) -> None:
-        """integers [fields, rows]: as in Block; gradients: of the leaves of the tile's anchors."""
-        rows = TileRows(*integers.unbind(0))
+    def add(self, number: int, node: Tensor, gradients: list[Tensor]) -> None:
+        """node [rows]: -1 where there is none; gradients: of the leaves of the tile's anchors."""
+        frames, columns = self.lengths
+        node = node.clamp(min=0)
+        frame = node // columns
+        state = frame // frames * columns + node - frame * columns
         for d_pre in gradients:
-            for total, index in zip(self.sums, (rows.frame, rows.state), strict=True):
+            for total, index in zip(self.sums, (frame, state), strict=True):
                 if total.shape[2] > 0:
                     total.view(-1, total.shape[2]).index_add_(0, index, d_pre.to(total.dtype))
 
@@ -136,7 +140,7 @@ class GatherSums:
         )
         return Anchors(None, *leaves, *places)
 
-    def add(self, number: int, integers: Tensor, gradients: list[Tensor]) -> None:
+    def add(self, number: int, node: Tensor, gradients: list[Tensor]) -> None:
         for total, part in zip([x for x in self.sums if x.shape[2] > 0], gradients, strict=True):
             total.narrow(0, *self.spans[number]).add_(part)
 

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rnnt.compiled.joint import Anchors, joint
-from rnnt.compiled.tiles import TileRows, in_memory
+from rnnt.compiled.tiles import Tables, TileRows, in_memory, look_up
 from rnnt.problem import lse_dtype
 
 # Up to so many classes Inductor keeps in registers on a GPU; more it reads in a loop, which took four times as long as
@@ -82,11 +82,27 @@ class JointInputs(NamedTuple):
     )
 
 
-def score(tile: Tile, inputs: JointInputs, integers: Tensor) -> tuple[Tensor, ...]:
+class Planes(NamedTuple):
+    """What the lattice found, [B T U1] each, and the upstream gradient of each utterance."""
+
+    blank_weight: Tensor
+    label_weight: Tensor
+    lse: Tensor
+    upstream: Tensor  # [B]
+
+    def at(self, node: Tensor, utterance: Tensor) -> Tensor:
+        """[4 or 5, rows]: weights, upstream gradient, lse in parts_of; weights are 0 where node is -1."""
+        there = node.clamp(min=0)
+        weights = [torch.where(node < 0, 0, x[there]) for x in self[:2]]
+        upstream = self.upstream[utterance].to(weights[0].dtype)
+        return in_memory(torch.stack([*weights, upstream, *parts_of(self.lse[there], weights[0].dtype)]))
+
+
+def score(tile: Tile, inputs: JointInputs, node: Tensor, tables: Tables) -> tuple[Tensor, ...]:
     """The product [rows, V], where it is to be kept, and logp_blank, logp_label, lse [rows]; without gradient.
     lse is in lse_dtype.
     """
-    rows = TileRows(*integers.unbind(0))
+    rows = look_up(tables, node)
     product = output_layer(tile, inputs, Anchors(), rows)
     scores = _wide(product) + inputs.bias
     largest, rest = log_sum_exp(scores)
@@ -96,17 +112,19 @@ def score(tile: Tile, inputs: JointInputs, integers: Tensor) -> tuple[Tensor, ..
 
 
 def surrogate(
-    tile: Tile, inputs: JointInputs, anchors: Anchors, integers: Tensor, weights: Tensor, kept: Tensor | None
+    tile: Tile, inputs: JointInputs, anchors: Anchors, node: Tensor, tables: Tables, planes: Planes, kept: Tensor | None
 ) -> Tensor:
-    """Zeros [rows] with the derivative of -(blank_weight logp_blank + label_weight logp_label), clamped at the logits.
+    """Zeros [rows] with the derivative of -(blank_weight logp_blank + label_weight logp_label), clamped at the logits,
+    times the upstream gradient.
 
-    weights [3 or 4, rows]: blank_weight, label_weight, lse in parts_of; kept [N, V]: products, or None.
+    node: -1 where a row is of no node; kept [N, V]: products, or None.
     """
-    rows = TileRows(*integers.unbind(0))
 
     def run(inputs: JointInputs, anchors: Anchors) -> Tensor:
+        rows = look_up(tables, node.clamp(min=0))
+        weights = planes.at(node, rows.frame // tables.frames)
         product = output_layer(tile, inputs, anchors, rows)
-        before = None if kept is None else kept[rows.row]
+        before = None if kept is None else kept[rows.place]
         return Surrogate.apply(product, inputs.bias, before, rows.label, weights, tile.blank, tile.clamp)
 
     return checkpoint(
@@ -234,7 +252,8 @@ class Surrogate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         product, bias, label, weights = ctx.saved_tensors
-        blank_weight, label_weight, *lse = weights.unbind(0)
+        blank_weight, label_weight, own_upstream, *lse = weights.unbind(0)
+        upstream = upstream * own_upstream
         blank, clamp = ctx.constants
         scores = _wide(product) + bias
         gradient = scores_gradient(scores, label, blank_weight, label_weight, blank, clamp, lse)

@@ -16,7 +16,6 @@ The passes are operators of torch.library, opaque to torch.compile of a model ar
 Before: backends.py.  Beside: dense_loss.py, which enters the pipeline later.
 """
 
-import itertools
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -27,17 +26,19 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rnnt.compiled import lattice, log_probs
 from rnnt.compiled.joint import Anchors, GatherSums, IndexSums, matrix
-from rnnt.compiled.log_probs import JointInputs, Tile
+from rnnt.compiled.log_probs import JointInputs, Planes, Tile
 from rnnt.compiled.tiles import (
     LARGEST_TILE,
     all_nodes,
-    blocks,
     compiled,
     live_nodes,
     mark_dynamic,
     nodes,
     plane,
     static_size,
+    tables_of,
+    tiles_of,
+    vector,
 )
 from rnnt.layout import dense_mask, label_mask
 from rnnt.problem import Alignment, JointProblem, lse_dtype
@@ -80,13 +81,13 @@ def _score(problem: JointProblem, keep: int) -> tuple[Tensor, Tensor, Tensor, Te
     call = compiled(log_probs.score, _tile(problem, inputs, size, keep > 0, Anchors()))
     kept = inputs.weight.new_empty((keep, len(inputs.weight)))
     parts = iter(kept.split(size))
+    tables = tables_of(alignment, keep=False, seed=problem.seed)
     values = []
-    for block in blocks(alignment, node, size, problem.seed):
-        for integers in block.integers:
-            *found, lse = call(inputs, integers)
-            if keep:
-                next(parts).copy_(found.pop(0))  # which frees it before the next tile
-            values.append((*found, lse))
+    for tile in tiles_of(alignment, node, size, missing=0):  # whose scores are of no use
+        *found, lse = call(inputs, tile, tables)
+        if keep:
+            next(parts).copy_(found.pop(0))  # which frees it before the next tile
+        values.append((*found, lse))
     logp_blank, logp_label, lse = (plane(x, node, alignment) for x in zip(*values, strict=True))
     return logp_blank, logp_label, lse, kept
 
@@ -112,26 +113,23 @@ def _gradients(
         leaf.requires_grad_()
 
     live = live_nodes(blank, label, alignment)  # waits for the device, which is still busy with the forward pass
-    blank, label, lse = blank.flatten(), label.flatten(), lse.flatten()
     sums = (IndexSums if device.type == "cpu" else GatherSums)(
         live, alignment, size, features, needed[:2], problem.compute_dtype
     )
     products = mark_dynamic(kept, 0) if len(kept) > 0 else None
-    number = itertools.count()
-    for block in blocks(alignment, live.node, size, problem.seed, numbered=products is not None):
-        floats = [torch.where(block.valid, x[block.node], 0) for x in (blank, label)]
-        weights = torch.stack([*floats, *log_probs.parts_of(lse[block.node], wide)], 1)
-        for integers, weight, d_zeros in zip(block.integers, weights, upstream[block.utterance], strict=True):
-            tile = next(number)
-            anchors = sums.anchors_of(tile)
-            call = compiled(log_probs.surrogate, _tile(problem, inputs, size, products is not None, anchors))
-            with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):  # a caller's hooks are not for a tile
-                zeros = call(inputs, anchors, integers, weight, products)
-            gradients = list(torch.autograd.grad(zeros, anchors.leaves() + layer, d_zeros))
-            for total in reversed(layer_sums):
-                total += gradients.pop()  # which frees it before the next tile
-            sums.add(tile, integers, gradients)
-            del gradients
+    tables = tables_of(alignment, keep=products is not None, seed=problem.seed)
+    planes = Planes(*(vector(x) for x in (blank, label, lse, upstream)))
+    d_zeros = blank.new_ones(size)
+    for number, tile in enumerate(tiles_of(alignment, live.node, size, missing=-1)):
+        anchors = sums.anchors_of(number)
+        call = compiled(log_probs.surrogate, _tile(problem, inputs, size, products is not None, anchors))
+        with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):  # a caller's hooks are not for a tile
+            zeros = call(inputs, anchors, tile, tables, planes, products)
+        gradients = list(torch.autograd.grad(zeros, anchors.leaves() + layer, d_zeros))
+        for total in reversed(layer_sums):
+            total += gradients.pop()  # which frees it before the next tile
+        sums.add(number, tile, gradients)
+        del gradients
     found = iter([x for x, need in zip(sums.results(), needed, strict=False) if need] + layer_sums)
     return [
         (next(found)[: len(x)] * unit).to(x.dtype) if need else x.new_empty(0) for x, need in _needed(problem, needed)

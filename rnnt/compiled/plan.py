@@ -1,21 +1,19 @@
 """Peak memory of one training call: a tile, the planes, the sums of the gradients.
 
-Bytes, with n = B T U1, N rows (all of them live), R rows of a tile, r rows of a block of tiles, b utterances that a
-tile reaches, d = 2 B U1 (T + U) scores of the lattice (on a GPU in whole chunks of c), V padded as loss.py does it, s
-bytes of the compute dtype, w of the planes and sums (4, float64: 8), l of lse (4, 16 bits aside 8), p its parts (1 or
-2), and S = B T H + B U1 H + V H + V.  The largest of these moments, with the output layer's copy (V H s + V w) where
-there are tiles:
+Bytes, with n = B T U1, N rows (all of them live), R rows of a tile, b utterances that a tile reaches,
+d = 2 B U1 (T + U) scores of the lattice (on a GPU in whole chunks of c), V padded as loss.py does it, s bytes of the
+compute dtype, w of the planes and sums (4, float64: 8), l of lse (4, 16 bits aside 8), p its parts (1 or 2), and
+S = B T H + B U1 H + V H + V.  The largest of these moments, with the output layer's copy (V H s + V w) where there are
+tiles:
 
-    rows       8 N + n + 65 r                            a block's integers while they are looked up
-    scores     8 N + N k + 41 r + R (H + V) s            k = 2 w + l: two planes and lse
-    planes     8 N + 2 N k + 41 r                        planes beside the tiles' scores
-    lattice    n k + 40 d                                on the CPU: arcs, and where they are found
-               n k + 8 d + (40 + 2 w) c                  on a GPU: scores, and a chunk's paths
-               n (k + 2 w) + 8 d                         occupancies; FastEmit: n w more
-    live rows  n k + 9 n + 8 N                           the nodes with a weight
-    again      n k + 4 n + 8 N + 65 r + S w              the same of live rows
-    gradients  n k + 4 n + 8 N + (41 + (3 + p) w) r + S w + tile
-    finish     n k + 4 n + 8 N + (41 + (3 + p) w) r + S w + S s    results beside sums; 16 bits: + the largest sum again
+    scores     8 N + N k + R ((H + V) s + 24)        k = 2 w + l: two planes and lse
+    planes     8 N + 2 N k                           planes beside the tiles' scores
+    lattice    n k + 40 d                            on the CPU: arcs, and where they are found
+               n k + 8 d + (40 + 2 w) c              on a GPU: scores, and a chunk's paths
+               n (k + 2 w) + 8 d                     occupancies; FastEmit: n w more
+    live rows  n k + 9 n + 8 N                       the nodes with a weight
+    gradients  n k + 4 n + 8 N + S w + R (24 + (4 + p) w) + tile
+    finish     n k + 4 n + 8 N + S w + S s           results beside sums; 16 bits: + the largest sum again
 
 untiled with the products N V s, N in whole tiles.  A tile's gradients take V H s and, whichever is more,
 
@@ -30,13 +28,11 @@ import torch
 
 from rnnt.compiled.lattice import BLOCK, CHUNK
 from rnnt.compiled.loss import _kept_rows, _padded, _size, clipped_tile_rows
-from rnnt.compiled.tiles import BLOCK as TILE_BLOCK
-from rnnt.compiled.tiles import kind, nodes
+from rnnt.compiled.tiles import nodes
 from rnnt.problem import JointProblem, lse_dtype
 
 INTEGER = 8  # bytes
-ROW = 5 * INTEGER + 1  # of each row of a block: the fields of TileRows without a number and keys, those of Block
-ROW_LOOKED_UP = ROW + 3 * INTEGER
+ROW = 3 * INTEGER  # of each row of a tile: the fields of TileRows without a place and keys
 SCORE = 8
 ARC = 40  # on the CPU: indices of its node and of where it is read, masks, and its value
 PLACE = 4
@@ -53,22 +49,15 @@ def plan(problem: JointProblem) -> tuple[int | None, dict[str, int]]:
     layer = {"output layer's copy": classes * (features * narrow + wide)}
     kept = {"kept products": _kept_rows(rows, weight, dtype) * classes * narrow if untiled else 0}
     every = INTEGER * rows
-    most = TILE_BLOCK[kind(problem.device)]
-
-    def block(tile: int) -> int:
-        """Rows in a block of tiles."""
-        return min(-(-rows // tile) * tile, max(most // tile, 1) * tile)
-
     tile_rows = clipped_tile_rows(problem)
     tile = _size(weight, dtype, tile_rows)
-    scored = tile * (features + classes) * narrow
+    scored = tile * ((features + classes) * narrow + ROW)
     lse = lse_dtype(dtype).itemsize
     plane = 2 * wide + lse  # of a node: the two planes, later weights, and lse
     planes = plane * n
     moments = [
-        {"rows": every + n + ROW_LOOKED_UP * block(tile), **layer},
-        {"planes": plane * rows, "rows": every + ROW * block(tile), "tile workspace": scored, **layer},
-        {"planes": plane * rows + planes, "rows": every + ROW * block(tile), **layer},
+        {"planes": plane * rows, "rows": every, "tile workspace": scored, **layer},
+        {"planes": plane * rows + planes, "rows": every, **layer},
         {"planes": planes, "lattice": _lattice(problem, wide)},
         {"planes": planes + (2 + (problem.fastemit_lambda != 0)) * n * wide, "lattice": SCORE * _scores(problem)},
         {"planes": planes, "rows": every + (1 + 2 * PLACE) * n},
@@ -89,10 +78,10 @@ def plan(problem: JointProblem) -> tuple[int | None, dict[str, int]]:
         every += PLACE * n
     workspace = max((states + tile * classes) * narrow + saved, states * narrow + added) + layer_gradient
     results = sum(gradients) * narrow + (max(gradients) * wide if narrow < wide else 0)
-    running = {"planes": planes, "rows": every + (ROW + (3 + lse // wide) * wide) * block(tile), **layer}
+    workspace += (ROW + (4 + lse // wide) * wide) * tile
+    running = {"planes": planes, "rows": every, **layer}
     running["sums of gradients"] = sum(gradients) * wide
     moments += [
-        running | {"rows": every + ROW_LOOKED_UP * block(tile)},
         running | {"tile workspace": workspace},
         running | {"tile workspace": layer_gradient, "gradients": results},
     ]

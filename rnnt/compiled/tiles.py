@@ -4,15 +4,15 @@
 
 A tile's rows are nodes of the planes [B, T, U1], by their flat index, in ascending order.  Its size depends on the
 shapes of the output layer alone, never on a batch's lengths, so that a compiled function serves a whole training run;
-what is missing in the last tile is filled up with rows of node 0 that are not valid.  Integers are looked up for a
-block of tiles at a time and reach a tile as one tensor.
+what is missing in the last tile is filled up with nodes that are asked for by the pass.  A tile looks its nodes up by
+itself, within the compiled function, in tables of the whole batch: few operators are left for the host.
 Before: layout.py, tiling.py.  After: loss.py, dense_loss.py.
 """
 
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +24,10 @@ from rnnt.problem import Alignment
 from rnnt.tiling import tile_size
 
 # Bytes of a tile's intermediates, and the most rows of one: a core's cache on the CPU; elsewhere work enough to hide
-# the launches, which takes more where 16-bit products are quick.  Rows that are looked up at once.
+# the launches, which takes more where 16-bit products are quick.
 WORKSPACE = {"cpu": 4 * 2**20, "cuda": 192 * 2**20}
 WORKSPACE_16_BITS = {"cpu": 4 * 2**20, "cuda": 336 * 2**20}
 LARGEST_TILE = {"cpu": 512, "cuda": 2**17}
-BLOCK = {"cpu": 2**18, "cuda": 2**20}
 
 
 class TileRows(NamedTuple):
@@ -37,18 +36,28 @@ class TileRows(NamedTuple):
     frame: Tensor  # index into [B T, H]
     state: Tensor  # index into [B U1, H]
     label: Tensor  # -1: none
-    row: Tensor | None = None  # index into the products that are kept; like the keys None where nobody asks
+    place: Tensor | None = None  # index into the products that are kept; like the keys None where nobody asks
     key_1: Tensor | None = None  # of the dropout mask
     key_2: Tensor | None = None
 
 
-class Block(NamedTuple):
-    """Rows of several tiles."""
+class PackedRows(NamedTuple):
+    """An order of nodes: (b, t, u) is row offsets[b] + t columns[b] + u."""
 
-    integers: Tensor  # [tiles, fields, rows] int64: each tile's TileRows
-    node: Tensor  # [tiles, rows] int64, index into a flat plane [B T U1]
-    utterance: Tensor  # [tiles, rows] int64
-    valid: Tensor  # [tiles, rows] bool; the others are of node 0
+    offsets: Tensor  # [B + 1] int64
+    columns: Tensor  # [B]
+
+
+class Tables(NamedTuple):
+    """What nodes are looked up in; no dimension is shorter than 2, see mark_dynamic."""
+
+    frames: Tensor  # [1] int64: T, and U1; as lengths of a tensor torch.compile would set 1 apart
+    columns: Tensor
+    targets: Tensor  # [B U1] int64; no label in the last column
+    target_lengths: Tensor  # [B]
+    kept: PackedRows | None  # the order of products that are kept
+    rows: PackedRows | None  # of packed rows, and the seed [1], where there is dropout
+    seed: Tensor | None
 
 
 class LiveNodes(NamedTuple):
@@ -145,42 +154,64 @@ def static_size(tile_rows: int | str | None, row_bytes: int, dtype: torch.dtype,
     return size if isinstance(tile_rows, int) else min(size, LARGEST_TILE[kind(device)])
 
 
-def blocks(
-    alignment: Alignment, node: Tensor, size: int, seed: Tensor | None = None, numbered: bool = False
-) -> Iterator[Block]:
-    """The given nodes [any] int64 in tiles of `size`.
+def tables_of(alignment: Alignment, keep: bool, seed: Tensor | None) -> Tables:
+    """keep: whether a row's place among the kept products is asked for; seed: of dropout."""
+    targets = torch.nn.functional.pad(alignment.targets, (0, 1))
+    lengths = vector(alignment.target_lengths)
+    kept = rows = None  # of tensors of their own: a compiled function would take one that comes twice for one input
+    if seed is not None:
+        rows = PackedRows(vector(row_offsets(alignment)), vector(lengths + 1))
+    if keep and alignment.rows == nodes(alignment):  # the order of all_nodes
+        starts = torch.arange(alignment.utterances + 1, device=lengths.device) * (alignment.frames * alignment.columns)
+        kept = PackedRows(vector(starts), vector(torch.full_like(lengths, alignment.columns)))
+    elif keep:
+        kept = PackedRows(vector(row_offsets(alignment)), vector(lengths + 1))
+    return Tables(
+        frames=lengths.new_full((1,), alignment.frames),
+        columns=lengths.new_full((1,), alignment.columns),
+        targets=vector(targets),
+        target_lengths=lengths,
+        kept=kept,
+        rows=rows,
+        seed=seed,
+    )
 
-    seed: of dropout; numbered: whether a row's index into the kept products is asked for.
-    """
-    count = max(BLOCK[kind(node.device)] // size, 1) * size
-    for part in node.split(count):
-        yield _block(alignment, part, size, seed, numbered)
+
+def vector(x: Tensor) -> Tensor:
+    """x, flattened, as a compiled function takes it whatever its length; a view, which torch.compile tells apart."""
+    return mark_dynamic((torch.cat([x, x]) if x.numel() == 1 else x).contiguous().reshape(-1), 0)
 
 
-def _block(alignment: Alignment, node: Tensor, size: int, seed: Tensor | None, numbered: bool) -> Block:
-    frames, columns, past = alignment.frames, alignment.columns, nodes(alignment)
-    if missing := -len(node) % size:
-        node = torch.nn.functional.pad(node, (0, missing), value=past)
-    node = node.view(-1, size)
-    valid = node < past
-    node = torch.where(valid, node, 0)
-    if not alignment.host_sync:  # nodes outside the lengths are among them
-        valid &= dense_mask(alignment).flatten()[node]
-        node = torch.where(valid, node, 0)
+def look_up(tables: Tables, node: Tensor) -> TileRows:
+    """The rows of nodes [any] int64, in a compiled function or outside."""
+    frames, columns = tables.frames, tables.columns
     frame = node // columns
     utterance = frame // frames
-    state = node - (frame - utterance) * columns
-    labels = torch.nn.functional.pad(alignment.targets, (0, 1), value=-1)  # [B, U1]
-    has_label = torch.arange(columns, device=node.device) < alignment.target_lengths[:, None]
-    label = torch.where(has_label, labels, -1).flatten()[state]
+    u = node - frame * columns
+    state = utterance * columns + u
+    label = torch.where(u < tables.target_lengths[utterance], tables.targets[state], -1)
     fields = [frame, state, label]
-    if numbered or seed is not None:
-        t, u = frame - utterance * frames, state - utterance * columns
-        row = row_offsets(alignment)[utterance] + t * (alignment.target_lengths[utterance] + 1) + u
-        # Not in the tile: Inductor computes an integer expression anew at every use, and a hash uses each step twice.
-        keys = (row, row) if seed is None else row_keys(seed, row)
-        fields += [node if alignment.rows == past else row, *keys]  # the place in all_nodes
-    return Block(torch.stack(fields, 1), node, utterance, valid)
+    if tables.kept is not None or tables.rows is not None:
+        t = frame - utterance * frames
+        kept, row = (
+            state if order is None else order.offsets[utterance] + t * order.columns[utterance] + u
+            for order in (tables.kept, tables.rows)
+        )
+        fields.append(kept)
+        if tables.seed is not None:
+            fields += row_keys(tables.seed, in_memory(row), in_memory)
+    # Inductor computes an integer expression anew at every use: for each feature, and a hash uses each step twice.
+    return TileRows(*in_memory(torch.stack(fields)).unbind(0))
+
+
+def tiles_of(alignment: Alignment, node: Tensor, size: int, missing: int) -> list[Tensor]:
+    """The given nodes [any] int64 in tiles of `size`; missing: the node in place of those that are not there, in the
+    last tile and, where the host does not know them, outside the lengths."""
+    if not alignment.host_sync:
+        node = torch.where(dense_mask(alignment).flatten()[node], node, missing)
+    if more := -len(node) % size:
+        node = torch.nn.functional.pad(node, (0, more), value=missing)
+    return list(node.split(size)) if len(node) > 0 else []
 
 
 def all_nodes(alignment: Alignment) -> Tensor:
