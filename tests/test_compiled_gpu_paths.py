@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rnnt.compiled import lattice, loss
-from rnnt.compiled.joint import GatherSums, IndexSums, joint, utterance_spans
+from rnnt.compiled.joint import GatherSums, IndexSums, anchors_at, joint, utterance_spans
 from rnnt.compiled.tiles import LiveNodes, all_nodes, live_nodes, look_up, tables_of, tiles_of
 from rnnt.problem import Alignment, JointProblem
 from tests.support import assert_budget, joint_budget, named_dtypes, ragged, ragged_lengths, results, upstream_of
@@ -70,7 +70,7 @@ def test_gathered_sums_are_those_of_index_add(dtype, needed, sizes, host_sync):
                 d_pre = (d_pre * (node >= 0)[:, None]).to(dtype)
                 rows = look_up(tables, node.clamp(min=0))
                 for way in ways:
-                    anchors = way.anchors_of(number)
+                    anchors = anchors_at(way.places_of(number), tile, FEATURES, dtype, d_pre.device)
                     with torch.enable_grad():
                         pre = joint(*constants, anchors, rows, "relu", 0.0, dtype)
                     way.add(number, node, list(torch.autograd.grad(pre, anchors.leaves(), d_pre)))

@@ -10,7 +10,7 @@ float32 (float64 stays float64).  d_pre [rows, H] is in the compute dtype, its s
 
 `joint` is traced into the compiled tile, so that the gathered rows never reach memory.  Left to autograd, their
 gradient would be scattered by atomic additions, whose order changes from run to run.  So encoder and predictor are
-constants in there, and gradients are taken at `Anchors`, zeros that own no memory, in the same order at every run.
+constants in there, and gradients are taken at `Anchors`, zeros that are not in memory, in the same order at every run.
 IndexSums on the CPU: d_pre comes out of the tile and goes to index_add_, which has an order there.  GatherSums on a
 GPU, where it adds atomically: every frame and every state gathers, still in the tile, what there is of its rows.
 
@@ -29,18 +29,36 @@ from rnnt.dropout import keep_under_keys
 from rnnt.problem import Alignment
 
 
+class Places(NamedTuple):
+    """Which row of the pass each node is, -1: none, in the b utterances that have rows in the tile; what GatherSums
+    asks a tile for."""
+
+    frames: Tensor | None  # [b, U1, T] int32; None where no sum is needed
+    states: Tensor | None  # [b, T, U1]
+    start: Tensor  # [] int32: row of the pass that is the tile's first
+
+
 class Anchors(NamedTuple):
-    """Where a tile's gradient is asked for: zeros of no memory, and for those of GatherSums the places of nodes in the
-    tile, outside [0, rows) where a node is not in it."""
+    """Where a tile's gradient is asked for, zeros."""
 
     rows: Tensor | None = None  # [rows, H] in the compute dtype
-    frames: Tensor | None = None  # [b, T, H] float32 or float64, of the b utterances that have rows in the tile
+    frames: Tensor | None = None  # [b, T, H] float32 or float64, with places
     states: Tensor | None = None  # [b, U1, H]
-    frame_places: Tensor | None = None  # [b, U1, T] int32
-    state_places: Tensor | None = None  # [b, T, U1] int32
+    places: Places | None = None
 
     def leaves(self) -> list[Tensor]:
         return [x for x in self[:3] if x is not None]
+
+
+def anchors_at(places: Places | None, rows: int, features: int, dtype: torch.dtype, device: torch.device) -> Anchors:
+    """Of a tile, for GatherSums, or without places for IndexSums."""
+    if places is None:
+        return Anchors(rows=torch.zeros((rows, features), dtype=dtype, device=device).requires_grad_())
+    frames, states = (
+        None if x is None else x.new_zeros((x.shape[0], x.shape[2], features), dtype=_wide(dtype)).requires_grad_()
+        for x in places[:2]
+    )
+    return Anchors(None, frames, states, places)
 
 
 def joint(
@@ -52,9 +70,8 @@ def joint(
     pre = encoder[rows.frame].to(wide) + predictor[rows.state].to(wide)
     if anchors.rows is not None:
         pre = pre + anchors.rows
-    if anchors.frames is not None or anchors.states is not None:
-        places = anchors.frame_places, anchors.state_places
-        pre = Gathered.apply(pre, anchors.frames, anchors.states, *places, dtype)
+    if anchors.places is not None:
+        pre = Gathered.apply(pre, anchors.frames, anchors.states, *anchors.places, dtype)
     hidden = getattr(torch, activation)(pre)
     if dropout_p > 0:
         assert rows.key_1 is not None
@@ -82,16 +99,14 @@ class IndexSums:
             live.node.new_zeros((alignment.utterances, length, features if need else 0), dtype=_wide(dtype))
             for length, need in zip(lengths, needed, strict=True)
         ]
-        zeros = torch.zeros((), dtype=dtype, device=live.node.device).expand(tile, features)
         self.lengths = lengths
-        self.anchors = Anchors(rows=zeros.requires_grad_()) if any(needed) else Anchors()
 
-    def anchors_of(self, number: int) -> Anchors:
+    def places_of(self, number: int) -> Places | None:
         """For tile `number` of the pass."""
-        return self.anchors
+        return None
 
     def add(self, number: int, node: Tensor, gradients: list[Tensor]) -> None:
-        """node [rows]: -1 where there is none; gradients: of the leaves of the tile's anchors."""
+        """node [rows]: -1 where there is none; gradients: of the tile's anchors."""
         frames, columns = self.lengths
         node = node.clamp(min=0)
         frame = node // columns
@@ -117,7 +132,7 @@ class GatherSums:
     def __init__(
         self, live: LiveNodes, alignment: Alignment, tile: int, features: int, needed: list[bool], dtype: torch.dtype
     ) -> None:
-        self.alignment, self.tile = alignment, tile
+        self.alignment = alignment
         place = filled_up(live.place)
         utterances, *lengths = place.shape
         self.sums = [
@@ -125,20 +140,14 @@ class GatherSums:
             for length, need in zip(lengths, needed, strict=True)
         ]
         self.places = [x if need else None for x, need in zip((place.mT.contiguous(), place), needed, strict=True)]
-        self.zero = self.sums[0].new_zeros(())
         self.spans = utterance_spans(live.counts, tile)
+        self.starts = torch.arange(0, tile * len(self.spans), tile, dtype=torch.int32, device=place.device).unbind(0)
 
-    def anchors_of(self, number: int) -> Anchors:
-        start, count = self.spans[number]
-        leaves = (
-            None if x is None else mark_dynamic(self.zero.expand(count, *total.shape[1:]).requires_grad_(), 0, 1)
-            for x, total in zip(self.places, self.sums, strict=True)
+    def places_of(self, number: int) -> Places:
+        frames, states = (
+            None if x is None else mark_dynamic(x.narrow(0, *self.spans[number]), 0, 1, 2) for x in self.places
         )
-        places = (
-            None if x is None else mark_dynamic(x.narrow(0, start, count) - number * self.tile, 0, 1, 2)
-            for x in self.places
-        )
-        return Anchors(None, *leaves, *places)
+        return Places(frames, states, self.starts[number])
 
     def add(self, number: int, node: Tensor, gradients: list[Tensor]) -> None:
         for total, part in zip([x for x in self.sums if x.shape[2] > 0], gradients, strict=True):
@@ -155,20 +164,21 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, pre: Tensor, frames: Tensor | None, states: Tensor | None,
-        frame_places: Tensor | None, state_places: Tensor | None, dtype: torch.dtype,
+        frame_places: Tensor | None, state_places: Tensor | None, start: Tensor, dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(frame_places, state_places)
+        ctx.save_for_backward(frame_places, state_places, start)
         ctx.dtype = dtype
         return pre.view_as(pre)
 
     @staticmethod
     def backward(ctx: Any, d_pre: Tensor) -> tuple[Tensor | None, ...]:
+        *both, start = ctx.saved_tensors
         padded = torch.nn.functional.pad(in_memory(d_pre.to(ctx.dtype)), (0, 0, 0, 1))  # a row of zeros, not in memory
         frames, states = (
-            None if places is None else padded[_within(places, len(d_pre))].to(d_pre.dtype).sum(1)
-            for places in ctx.saved_tensors
+            None if places is None else padded[_within(places - start, d_pre.shape[0])].to(d_pre.dtype).sum(1)
+            for places in both
         )
-        return None, frames, states, None, None, None
+        return None, frames, states, None, None, None, None
 
 
 def _within(places: Tensor, rows: int) -> Tensor:

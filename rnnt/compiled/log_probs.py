@@ -16,14 +16,13 @@ other: an ulp of their sum is more than the log-probability of a near-certain cl
 
 Two functions of a tile are compiled, each into one graph whatever the lengths of a batch:
 
-    score        logp_blank, logp_label and lse, without gradient
-    surrogate    zeros whose derivative is that of the loss: the occupancies and lse, known by then, are given
+    score        logp_blank, logp_label and lse
+    gradients    of the surrogate: zeros whose derivative is that of the loss, as the occupancies and lse, known by
+                 then, are given
 
-The surrogate's tile runs under non-reentrant torch.utils.checkpoint inside the compiled graph, and its value depends on
-nothing: its forward graph is empty, and the backward graph computes the tile once and differentiates it.  With lse
-given, g is one pass over the product.  Untiled, `kept` brings the product from the forward pass, and the output layer
-is only differentiated.  Nothing but inputs is kept between the two graphs, so that Inductor has no buffers to give away
-and a retained graph works again.
+The surrogate runs under non-reentrant torch.utils.checkpoint, and its value depends on nothing, so that what is left of
+the graph computes the tile once, where autograd asks for it, and differentiates it.  With lse given, g is one pass over
+the product.  Untiled, `kept` brings the product from the forward pass, and the output layer is only differentiated.
 
 Before: joint.py.  After: lattice.py.
 """
@@ -35,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rnnt.compiled.joint import Anchors, joint
+from rnnt.compiled.joint import Anchors, Places, anchors_at, joint
 from rnnt.compiled.tiles import Tables, TileRows, in_memory, look_up
 from rnnt.problem import lse_dtype
 
@@ -50,7 +49,9 @@ class Tile(NamedTuple):
     rows: int
     features: int
     classes: int
-    inputs: tuple[tuple[torch.dtype, bool] | None, ...]  # dtype and requires_grad of JointInputs and Anchors
+    inputs: tuple[torch.dtype, ...]  # of JointInputs
+    needed: tuple[bool, ...]  # which of the gradients, of encoder, predictor, weight and bias
+    gathers: bool  # the way of GatherSums
     device: torch.device
     compute_dtype: torch.dtype
     activation: str
@@ -77,9 +78,6 @@ class JointInputs(NamedTuple):
     predictor: Tensor  # [B U1, H], constant
     weight: Tensor  # [V, H] in the compute dtype
     bias: Tensor  # [V], float32 or float64
-    wide_weight: Tensor | None = (
-        None  # [V, H] float32, zeros of no memory: where float16 asks for the weight's gradient
-    )
 
 
 class Planes(NamedTuple):
@@ -103,7 +101,7 @@ def score(tile: Tile, inputs: JointInputs, node: Tensor, tables: Tables) -> tupl
     lse is in lse_dtype.
     """
     rows = look_up(tables, node)
-    product = output_layer(tile, inputs, Anchors(), rows)
+    product = output_layer(tile, inputs, rows, Anchors())
     scores = _wide(product) + inputs.bias
     largest, rest = log_sum_exp(scores)
     lse = largest.to(lse_dtype(product.dtype)) + rest
@@ -111,25 +109,41 @@ def score(tile: Tile, inputs: JointInputs, node: Tensor, tables: Tables) -> tupl
     return (product, *found) if tile.keep else found
 
 
-def surrogate(
-    tile: Tile, inputs: JointInputs, anchors: Anchors, node: Tensor, tables: Tables, planes: Planes, kept: Tensor | None
-) -> Tensor:
-    """Zeros [rows] with the derivative of -(blank_weight logp_blank + label_weight logp_label), clamped at the logits,
-    times the upstream gradient.
+def gradients(
+    tile: Tile, inputs: JointInputs, node: Tensor, tables: Tables, planes: Planes, kept: Tensor | None,
+    places: Places | None,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of -(blank_weight logp_blank + label_weight logp_label), clamped at the logits, times the upstream
+    gradient: at the tile's anchors, then of the weight [V, H] and the bias [V], all as they are needed.
 
     node: -1 where a row is of no node; kept [N, V]: products, or None.
     """
+    with torch.enable_grad():
+        frames, states, weight, bias = tile.needed
+        anchors, wide_weight, layer = Anchors(), None, []
+        if frames or states:
+            anchors = anchors_at(places, tile.rows, tile.features, tile.compute_dtype, tile.device)
+        if weight and tile.compute_dtype == torch.float16:
+            wide_weight = torch.zeros_like(inputs.weight, dtype=torch.float32).requires_grad_()
+            layer.append(wide_weight)
+        elif weight:
+            inputs = inputs._replace(weight=inputs.weight.detach().requires_grad_())
+            layer.append(inputs.weight)
+        if bias:
+            inputs = inputs._replace(bias=inputs.bias.detach().requires_grad_())
+            layer.append(inputs.bias)
 
-    def run(inputs: JointInputs, anchors: Anchors) -> Tensor:
-        rows = look_up(tables, node.clamp(min=0))
-        weights = planes.at(node, rows.frame // tables.frames)
-        product = output_layer(tile, inputs, anchors, rows)
-        before = None if kept is None else kept[rows.place]
-        return Surrogate.apply(product, inputs.bias, before, rows.label, weights, tile.blank, tile.clamp)
+        def surrogate(inputs: JointInputs, anchors: Anchors) -> Tensor:
+            rows = look_up(tables, node.clamp(min=0))
+            weights = planes.at(node, rows.frame // tables.frames)
+            product = output_layer(tile, inputs, rows, anchors, wide_weight)
+            before = None if kept is None else kept[rows.place]
+            return Surrogate.apply(product, inputs.bias, before, rows.label, weights, tile.blank, tile.clamp)
 
-    return checkpoint(
-        run, inputs, anchors, use_reentrant=False, preserve_rng_state=False
-    )  # dropout draws from no generator
+        zeros = checkpoint(
+            surrogate, inputs, anchors, use_reentrant=False, preserve_rng_state=False
+        )  # dropout draws from no generator
+        return list(torch.autograd.grad(zeros, anchors.leaves() + layer, torch.ones_like(zeros)))
 
 
 def dense_score(tile: DenseTile, logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,11 +162,13 @@ def dense_gradient(
     return times_upstream(gradient, upstream, blank_weight, label_weight).to(logits.dtype)
 
 
-def output_layer(tile: Tile, inputs: JointInputs, anchors: Anchors, rows: TileRows) -> Tensor:
+def output_layer(
+    tile: Tile, inputs: JointInputs, rows: TileRows, anchors: Anchors, wide_weight: Tensor | None = None
+) -> Tensor:
     """product [rows, V] in the compute dtype."""
     hidden = joint(inputs.encoder, inputs.predictor, anchors, rows, tile.activation, tile.dropout_p, tile.compute_dtype)
-    if inputs.wide_weight is not None:
-        return WideProduct.apply(hidden, inputs.weight, inputs.wide_weight)
+    if wide_weight is not None:
+        return WideProduct.apply(hidden, inputs.weight, wide_weight)
     return torch.nn.functional.linear(hidden, inputs.weight)
 
 

@@ -1,7 +1,7 @@
 """The joint's pipeline in order: joint -> log_probs -> lattice -> losses [B], and back.
 
     forward     for each tile of all rows { score } -> planes -> lattice -> losses, weights of the nodes
-    backward    for each tile of live rows { surrogate, differentiated } -> d_encoder, d_predictor, d_weight, d_bias
+    backward    for each tile of live rows { gradients } -> d_encoder, d_predictor, d_weight, d_bias
 
 The gradient at a row is its weights (the occupancies of its two arcs, FastEmit's share included) times a bounded vector
 times its utterance's upstream gradient.  Rows whose occupancy is below the threshold get weight 0; a row is live when a
@@ -16,16 +16,16 @@ The passes are operators of torch.library, opaque to torch.compile of a model ar
 Before: backends.py.  Beside: dense_loss.py, which enters the pipeline later.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from rnnt.compiled import lattice, log_probs
-from rnnt.compiled.joint import Anchors, GatherSums, IndexSums, matrix
+from rnnt.compiled.joint import GatherSums, IndexSums, matrix
 from rnnt.compiled.log_probs import JointInputs, Planes, Tile
 from rnnt.compiled.tiles import (
     LARGEST_TILE,
@@ -78,7 +78,7 @@ def _score(problem: JointProblem, keep: int) -> tuple[Tensor, Tensor, Tensor, Te
     alignment, node = problem.alignment, all_nodes(problem.alignment)
     inputs = _constants(problem)
     size = _size(problem.linear_weight, problem.compute_dtype, problem.tile_rows)
-    call = compiled(log_probs.score, _tile(problem, inputs, size, keep > 0, Anchors()))
+    call = compiled(log_probs.score, _tile(problem, inputs, size, keep > 0))
     kept = inputs.weight.new_empty((keep, len(inputs.weight)))
     parts = iter(kept.split(size))
     tables = tables_of(alignment, keep=False, seed=problem.seed)
@@ -97,43 +97,40 @@ def _gradients(
     needed: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of the four float inputs, empty where they are not needed; weights and lse [B, T, U1], upstream [B]."""
-    alignment, wide, device = problem.alignment, blank.dtype, problem.device
+    alignment, wide = problem.alignment, blank.dtype
     features = problem.encoder.shape[2]
     size = _size(problem.linear_weight, problem.compute_dtype, problem.tile_rows, backward=True)
     unit = _unit(problem, upstream, blank, label)
     upstream = upstream / unit
 
     inputs = _constants(problem)
-    if problem.compute_dtype == torch.float16 and needed[2]:
-        inputs = inputs._replace(wide_weight=inputs.bias.new_zeros(()).expand_as(inputs.weight))
-    weight = inputs.weight if inputs.wide_weight is None else inputs.wide_weight
-    layer = [x for x, need in ((weight, needed[2]), (inputs.bias, needed[3])) if need]
-    layer_sums = [torch.zeros_like(x, dtype=wide) for x in layer]
-    for leaf in layer:
-        leaf.requires_grad_()
+    layer = zip((inputs.weight, inputs.bias), needed[2:], strict=True)
+    layer_sums = [torch.zeros_like(x, dtype=wide) for x, need in layer if need]
 
-    live = live_nodes(blank, label, alignment)  # waits for the device, which is still busy with the forward pass
-    sums = (IndexSums if device.type == "cpu" else GatherSums)(
-        live, alignment, size, features, needed[:2], problem.compute_dtype
-    )
     products = mark_dynamic(kept, 0) if len(kept) > 0 else None
     tables = tables_of(alignment, keep=products is not None, seed=problem.seed)
     planes = Planes(*(vector(x) for x in (blank, label, lse, upstream)))
-    d_zeros = blank.new_ones(size)
-    for number, tile in enumerate(tiles_of(alignment, live.node, size, missing=-1)):
-        anchors = sums.anchors_of(number)
-        call = compiled(log_probs.surrogate, _tile(problem, inputs, size, products is not None, anchors))
-        with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):  # a caller's hooks are not for a tile
-            zeros = call(inputs, anchors, tile, tables, planes, products)
-        gradients = list(torch.autograd.grad(zeros, anchors.leaves() + layer, d_zeros))
+    sums_type = IndexSums if problem.device.type == "cpu" else GatherSums
+    tile = _tile(problem, inputs, size, products is not None, needed, sums_type is GatherSums)
+    call = compiled(log_probs.gradients, tile, differentiates=True)
+
+    live = live_nodes(blank, label, alignment)  # waits for the device, which is still busy with the forward pass
+    sums = sums_type(live, alignment, size, features, needed[:2], problem.compute_dtype)
+    for number, node in enumerate(tiles_of(alignment, live.node, size, missing=-1)):
+        gradients = call(inputs, node, tables, planes, products, sums.places_of(number))
         for total in reversed(layer_sums):
             total += gradients.pop()  # which frees it before the next tile
-        sums.add(number, tile, gradients)
+        sums.add(number, node, gradients)
         del gradients
     found = iter([x for x, need in zip(sums.results(), needed, strict=False) if need] + layer_sums)
     return [
-        (next(found)[: len(x)] * unit).to(x.dtype) if need else x.new_empty(0) for x, need in _needed(problem, needed)
+        _times(next(found)[: len(x)], unit, x.dtype) if need else x.new_empty(0) for x, need in _needed(problem, needed)
     ]
+
+
+def _times(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
+    """x times unit in `dtype`, without the product in x's dtype."""
+    return torch.mul(x, unit, out=torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format))
 
 
 def _unit(problem: JointProblem, upstream: Tensor, blank: Tensor, label: Tensor) -> Tensor:
@@ -148,10 +145,6 @@ def _unit(problem: JointProblem, upstream: Tensor, blank: Tensor, label: Tensor)
         largest = scale_of(problem.linear_weight).to(unit.dtype) / (1 - problem.dropout_p)
         unit = unit * scale_of(blank, label) / torch.clamp(2.0**13 / scale_of(largest), max=2.0**FLOAT16_SHIFT)
     return unit
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 def _needed(problem: JointProblem, needed: list[bool]) -> list[tuple[Tensor, bool]]:
@@ -184,12 +177,21 @@ def _padded(classes: int) -> int:
     return -(-classes // multiple) * multiple
 
 
-def _tile(problem: JointProblem, inputs: JointInputs, rows: int, keep: bool, anchors: Anchors) -> Tile:
+def _tile(
+    problem: JointProblem,
+    inputs: JointInputs,
+    rows: int,
+    keep: bool,
+    needed: Sequence[bool] = (),
+    gathers: bool = False,
+) -> Tile:
     return Tile(
         rows=rows,
         features=problem.encoder.shape[2],
         classes=len(inputs.weight),
-        inputs=tuple(None if x is None else (x.dtype, x.requires_grad) for x in (*inputs, *anchors)),
+        inputs=tuple(x.dtype for x in inputs),
+        needed=tuple(needed),
+        gathers=gathers,
         device=problem.device,
         compute_dtype=problem.compute_dtype,
         activation=problem.activation,

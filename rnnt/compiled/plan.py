@@ -13,7 +13,7 @@ tiles:
                n (k + 2 w) + 8 d                     occupancies; FastEmit: n w more
     live rows  n k + 9 n + 8 N                       the nodes with a weight
     gradients  n k + 4 n + 8 N + S w + R (24 + (4 + p) w) + tile
-    finish     n k + 4 n + 8 N + S w + S s           results beside sums; 16 bits: + the largest sum again
+    finish     n k + 4 n + 8 N + S w + G             results, of G bytes, beside their sums
 
 untiled with the products N V s, N in whole tiles.  A tile's gradients take V H s and, whichever is more,
 
@@ -65,7 +65,8 @@ def plan(problem: JointProblem) -> tuple[int | None, dict[str, int]]:
 
     tile = _size(weight, dtype, tile_rows, backward=True)
     every += PLACE * n
-    gradients = [x.numel() for x in (problem.encoder, problem.predictor, weight, problem.linear_bias) if x is not None]
+    floats = [x for x in (problem.encoder, problem.predictor, weight, problem.linear_bias) if x is not None]
+    sums, results = sum(x.numel() for x in floats) * wide, sum(x.numel() * x.element_size() for x in floats)
     half = problem.compute_dtype == torch.float16
     states, layer_gradient = tile * features, classes * features * (wide if half else narrow)
     if problem.device.type == "cpu":
@@ -77,10 +78,9 @@ def plan(problem: JointProblem) -> tuple[int | None, dict[str, int]]:
         added = utterances * (alignment.frames + alignment.columns) * features * wide
         every += PLACE * n
     workspace = max((states + tile * classes) * narrow + saved, states * narrow + added) + layer_gradient
-    results = sum(gradients) * narrow + (max(gradients) * wide if narrow < wide else 0)
     workspace += (ROW + (4 + lse // wide) * wide) * tile
     running = {"planes": planes, "rows": every, **layer}
-    running["sums of gradients"] = sum(gradients) * wide
+    running["sums of gradients"] = sums
     moments += [
         running | {"tile workspace": workspace},
         running | {"tile workspace": layer_gradient, "gradients": results},

@@ -68,20 +68,32 @@ class LiveNodes(NamedTuple):
     counts: list[int]  # [B], of each utterance
 
 
-def compiled(function: Callable[..., Any], constants: tuple[Any, ...]) -> Callable[..., Any]:
+def compiled(
+    function: Callable[..., Any], constants: tuple[Any, ...], differentiates: bool = False
+) -> Callable[..., Any]:
     """function(constants, ...) as one graph of torch.compile, which never falls back to eager execution.
+
+    differentiates: the function asks autograd for gradients.  Such a one is taken into the graph unseen, and traced
+    while it runs, with what autograd does, so that what it returns comes from one graph that knows no autograd.
 
     torch.compile counts recompilations per code object and refuses at a limit, so each set of constants gets its own,
     and so does each number of threads.  The constants fix all that a call could differ in but the lengths of dimensions
     marked as dynamic, so no more than those is checked at each call.
     """
-    return graph(function, constants, torch.get_num_threads())
+    return graph(function, constants, differentiates, torch.get_num_threads())
 
 
 @functools.cache
-def graph(function: Callable[..., Any], constants: tuple[Any, ...], _threads: int) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
+def graph(
+    function: Callable[..., Any], constants: tuple[Any, ...], differentiates: bool, _threads: int
+) -> Callable[..., Any]:
+    def whole(*arguments: Any) -> Any:
         return function(constants, *arguments)
+
+    run = torch.compiler.allow_in_graph(whole) if differentiates else whole
+
+    def call(*arguments: Any) -> Any:
+        return run(*arguments)
 
     from torch._inductor import config  # takes a second
 
