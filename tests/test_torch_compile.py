@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import set_checkpoint_debug_enabled
 
 import rnnt
 from rnnt.compiled import loss, tiles
@@ -284,6 +285,17 @@ def test_constants_tell_the_graphs_of_tiles_apart(device, monkeypatch):
                 )
     finally:
         tiles.graph.cache_clear()
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiles_while_a_caller_debugs(device):
+    batch = j_p().cast(torch.float32, device)
+    right = results(batch, backend="compiled", blank=0)
+    torch._dynamo.reset()
+    with torch.autograd.set_detect_anomaly(True), set_checkpoint_debug_enabled(True):
+        found = results(batch, backend="compiled", blank=0)
+    assert_same_bits(found, right)
 
 
 @pytest.mark.compiled

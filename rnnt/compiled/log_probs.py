@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled
 
 from rnnt.compiled.joint import Anchors, Places, anchors_at, joint
 from rnnt.compiled.tiles import Tables, TileRows, in_memory, look_up
@@ -118,7 +118,8 @@ def gradients(
 
     node: -1 where a row is of no node; kept [N, V]: products, or None.
     """
-    with torch.enable_grad():
+    # What a caller has switched on for debugging fails where a tile is traced.
+    with torch.enable_grad(), torch.autograd.set_detect_anomaly(False), set_checkpoint_debug_enabled(False):
         frames, states, weight, bias = tile.needed
         anchors, wide_weight, layer = Anchors(), None, []
         if frames or states:
