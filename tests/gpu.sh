@@ -2,7 +2,7 @@
 # What needs a GPU, in one run: tests/gpu.sh OUT [STAGE ...]; without stages all of them, in this order:
 #   tests     pytest -m gpu; beside it `rnnt check` and the example on each backend (some 170 s on 16 cores)
 #   target    every backend at the shapes target and speech, tiled and untiled: OUT/target.json, OUT/target-reference.json
-#   shapes    every shape, tiled, on triton and compiled: OUT/shapes.json (100-150 s)
+#   shapes    every shape, tiled, on triton and compiled: OUT/shapes.json (some 150 s)
 #   graph     triton's steps from a CUDA graph: OUT/graph.json
 #   exact     triton with no row left out of the backward pass: OUT/exact.json
 #   sharp     triton with an output layer eight times as sharp: OUT/sharp.json
