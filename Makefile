@@ -18,11 +18,14 @@ train: $(VENV)/example.installed
 	$(if $(findstring --data,$(TRAIN_ARGS)),,$(bin)/python -m examples.speech.fetch)
 	$(bin)/python -m examples.speech.train $(TRAIN_ARGS)
 
-# One thread: the tests' tensors are too small to gain from more.
+# One thread: the tests' tensors are too small to gain from more.  Triton's interpreter runs beside the other tests.
 test: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/test.installed
-	$(bin)/python -m pytest
-	TRITON_INTERPRET=1 RNNT_TEST_BACKENDS=triton $(bin)/python -m pytest -m triton
+	TRITON_INTERPRET=1 RNNT_TEST_BACKENDS=triton $(bin)/python -m pytest -m triton >$(VENV)/interpreter.txt 2>&1 & \
+	$(bin)/python -m pytest; suite=$$?; \
+	wait $$!; interpreter=$$?; \
+	cat $(VENV)/interpreter.txt; \
+	test $$suite -eq 0 && test $$interpreter -eq 0
 
 sanitize: $(VENV)/test.installed
 	PYTHON=$(bin)/python tests/sanitizer.sh
